@@ -18,8 +18,8 @@ import msgspec
 from aiohttp import web
 
 from agl.schemas import LLM
-from agl_testing.model_server import CannedReply
 from benchmarks._load import Connection, make_body, make_request
+from benchmarks.canned import canned_replies
 
 CALLS = 5
 MODEL_S = 0.5
@@ -85,7 +85,7 @@ async def solve(task: dict[str, Any], llm: LLM) -> float:
 
 async def serve_model() -> None:
     """Answer every call after a while, with 200 tokens to a prompt of 1,000, until the process ends."""
-    bodies = [CannedReply.chat(seed=seed).plain.partition(b"\r\n\r\n")[2] for seed in range(_ANSWERS)]
+    bodies = [reply.plain.partition(b"\r\n\r\n")[2] for reply in canned_replies(_ANSWERS)]
     rests = [re.sub(rb'^{"id":"[^"]*"', b"", body, count=1) for body in bodies]
     count = 0
 

@@ -183,7 +183,7 @@ def figures(*, seconds: int = SECONDS, repeats: int = REPEATS) -> list[Figure]:
     found: dict[tuple[str, bool], list[tuple[Run, Measured]]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        backend = stack.enter_context(started("agl_testing.model_server", "--variants", "64")).url
+        backend = stack.enter_context(started("benchmarks.canned", "64")).url
         servers: dict[str, tuple[Server, Path]] = {}
         for place in PLACES:
             tokens = folder / f"tokens-{place}"

@@ -111,7 +111,7 @@ class Bench:
         self.repeats = repeats
         self.tokens = folder / "tokens"
         self.path = folder / "runs.db"
-        backend = ["agl_testing.model_server", "--variants", "64"]
+        backend = ["benchmarks.canned", "64"]
         self.backend = stack.enter_context(started(*backend)).url
         served = ["benchmarks._served", "gateway", self.backend, f"sqlite:///{self.path}", str(self.tokens)]
         self.gateway = stack.enter_context(started(*served, str(CONNECTIONS)))

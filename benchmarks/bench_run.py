@@ -238,7 +238,7 @@ def measure(case: str, count: int, *arguments: str) -> Measured:
 @contextmanager
 def canned_server() -> Iterator[str]:
     """A server that answers every call with 200 tokens of a prompt of 1,000, in a process of its own; gives its URL."""
-    command = [sys.executable, "-m", "agl_testing.model_server"]
+    command = [sys.executable, "-m", "benchmarks.canned"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -28,7 +28,7 @@ class Bench:
 
     def __init__(self, stack: ExitStack, folder: Path, url: str, *, calls: int, repeats: int) -> None:
         self.calls, self.repeats, self.folder = calls, repeats, folder
-        self.backend = stack.enter_context(started("agl_testing.model_server", "--variants", "64")).url
+        self.backend = stack.enter_context(started("benchmarks.canned", "64")).url
         self.gateways: dict[str, Server] = {}
         for name, options in _VARIANTS.items():
             own = folder / name.replace(" ", "-")

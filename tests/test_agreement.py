@@ -67,7 +67,7 @@ def test_a_half_seen_rollout_is_left_out_and_its_client_is_named(experiment, cap
     )
     monkeypatch.chdir(file.parent)
     why = CliRunner().invoke(cli, ["why", "toy-1-counter-train-00001-00001-000"])
-    assert "rejected, unseen_calls: 1 model calls of the attempt were not recorded" in why.output
+    assert "rejected, unseen_calls: model calls of the attempt that were not recorded: 1" in why.output
     assert "unseen: pigeon.ChatPigeon to loft.example (agent 'writer')" in why.output
 
 

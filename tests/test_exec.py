@@ -115,6 +115,25 @@ def test_calls_that_the_programs_framework_saw_and_that_were_not_recorded_are_re
     assert "no model call was seen" not in err
 
 
+OF_AGENTS = """
+from opentelemetry import trace
+with trace.get_tracer("shop").start_as_current_span("work", attributes={"gen_ai.operation.name": "invoke_agent"}):
+    pass
+"""
+
+
+def test_named_tracer_records_the_agents_of_the_program(agl: StartAgl, tmp_path: Path) -> None:
+    program = ("--", sys.executable, "-c", OF_AGENTS)
+    found = []
+    for words in ((), ("--tracer", "otel")):
+        assert 0 == record(agl, tmp_path, *words, *program)[0]
+        found.append("work" in [span["name"] for span in read("show", "latest", folder=tmp_path)["spans"]])
+    assert [False, True] == found
+
+    code, _, err = record(agl, tmp_path, "--tracer", "otle", *program)
+    assert (1, True) == (code, "no tracer is named 'otle' (did you mean 'otel'?" in err), err
+
+
 FAMILY = """
 import os, subprocess, sys, time
 waiting = [sys.executable, "-c", "import time; time.sleep(60)"]

@@ -83,12 +83,28 @@ class Wordless(Collecting):
         super().__init__()
 
 
+class Searching(Wordless):
+    """Knows the size of its whole run, from the tasks."""
+
+    def run_size(self, context):
+        return 10 * len(context.train), 0
+
+
+class Reading(Wordless):
+    """Learns from a file."""
+
+    def run_size(self, context):
+        return 0, 5
+
+
 @agl.hookimpl
 def agl_algorithms():
     yield agl.AlgorithmEntry(name="collecting", factory=Collecting, needs_token_ids=True)
     yield agl.AlgorithmEntry(name="sized", factory=Sized, needs_token_ids=True)
     yield agl.AlgorithmEntry(name="valued", factory=Valued, needs_token_ids=True)
     yield agl.AlgorithmEntry(name="wordless", factory=Wordless, needs_token_ids=True)
+    yield agl.AlgorithmEntry(name="searching", factory=Searching, needs_token_ids=True)
+    yield agl.AlgorithmEntry(name="reading", factory=Reading, needs_token_ids=True)
 '''
 
 POLICY = """
@@ -250,7 +266,7 @@ def test_trial_is_announced_and_kept_for_the_next_plan(
     calls = len(server.calls)
     again = run("check", "--forecast", file)
 
-    assert "running 9 rollouts (3 tasks, 3 times each), which call the model" in first.stderr
+    assert "running 9 rollouts (3 tasks x 3), which call the model" in first.stderr
     assert calls == len(server.calls)
     assert "running" not in again.stderr
     assert "9 rollouts of 3 tasks, from a trial" in again.stdout
@@ -275,6 +291,19 @@ def test_algorithm_that_says_nothing_of_its_steps_has_no_forecast(experiment: Ca
 
     assert 0 == result.exit_code
     assert "a step of wordless: not known" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [("searching", "all of searching: at most 120 rollouts"), ("reading", "all of reading: 5 steps")],
+)
+def test_algorithm_that_knows_the_size_of_its_run_has_a_forecast_of_the_run(
+    experiment: Callable[..., Path], use: str, expected: str
+) -> None:
+    result = run("check", "--forecast", experiment(use=use), "--tasks", "2", "--samples", "4")
+
+    assert expected in " ".join(result.stdout.split())
+    assert ("prompt tokens" in result.stdout.partition("all of")[2]) == (use == "searching")
 
 
 @pytest.mark.parametrize(("use", "params"), [("collecting", "group_size = 1"), ("valued", "group_size = 4")])

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.request import urlopen
 
@@ -237,6 +238,14 @@ def test_agent_without_a_model_call_is_an_error_that_says_what_to_check(
     assert "none of 6 rollouts can be used: 6 failed" in str(failure.value)
     shown = shown_by(str(failure.value))
     assert "agl.errors.NoModelCallsError: the agent finished and no model call was seen" in shown
+
+
+def test_agent_of_dspy_without_a_model_call_is_explained_by_its_cache(
+    toy: str, server: ScriptedModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "dspy", ModuleType("dspy"))
+    with pytest.raises(AglError, match=r"DSPy answers repeated questions from its cache.*cache=False"):
+        counting(tmp_path, server.base_url, gateway="none").fit(silent, train_dataset=TASKS)
 
 
 def test_agent_whose_only_model_calls_are_not_recorded_is_an_error_that_names_its_client(

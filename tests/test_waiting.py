@@ -34,6 +34,9 @@ class Slow:
     async def stop(self):
         pass
 
+    async def load(self, version):
+        raise NotImplementedError
+
     def resource(self):
         return Weights(uri="none")
 

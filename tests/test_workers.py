@@ -252,5 +252,5 @@ def test_commands_run_elsewhere_with_a_served_store(agl: StartAgl, experiment: C
     server.terminate()
     end_of(server)
 
-    assert "12 rollouts finished (12 succeeded) here" in said
+    assert "rollouts finished: 12 (12 succeeded) here" in said
     check_end(file, steps=2)

@@ -34,6 +34,9 @@ _ROW = re.compile(r"^\|.*$", re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
 _SIGNATURE = re.compile(r"(^##.*\n\n)```text$", re.MULTILINE)
 
+_COPYING = "[data-md-copying] :is(.gp, .go) { display: none }\n"
+"""Leaves prompts and output out of what a copy button takes: the theme marks the block while it reads its text."""
+
 Nav = list[Any]
 """Paths of pages, and titles with what is below them, as MkDocs takes them."""
 
@@ -47,6 +50,7 @@ def stage(root: Path, folder: Path) -> Path:
         shutil.copyfile(root / path, target)
     for page in (folder / "pages").rglob("*.md"):
         page.write_text(_adapted(page.read_text(encoding="utf-8")), encoding="utf-8")
+    (folder / "pages/copying.css").write_text(_COPYING, encoding="utf-8")
     config = folder / "mkdocs.yml"
     settings = (root / "mkdocs.yml").read_text(encoding="utf-8")
     config.write_text(f"{settings}\nnav: {json.dumps(navigation(root))}\n", encoding="utf-8")

@@ -47,6 +47,7 @@ PROGRAMS = {
     "python": [sys.executable],
     "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
     "npm": ["npm"],
+    "curl": ["curl"],
 }
 CHECKOUT = Path(__file__).parents[2]
 COMMAND_S = 300

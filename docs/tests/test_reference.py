@@ -14,7 +14,7 @@ from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.contracts import Store
 from agl.schemas import Record
 from agl_inspect.terminal.program import Modes, cli
-from agl_run.config import records as config
+from agl_run.config import sections as config
 from agl_run.config.file import ONE_OR_SEVERAL
 
 REFERENCE = Path(__file__).parents[1] / "reference"

@@ -24,7 +24,7 @@ REFUSED = {
     "import agl as core\ndef f():\n    return core.schemas.nothing": "agl.schemas:nothing",
     "from agl import schemas\nschemas.Nothing()": "agl.schemas:Nothing",
     "from agl.schemas import _codec as codec\ncodec.encode(1)": "agl.schemas._codec:encode",
-    "if 1:\n    from agl_run.config.records import ExperimentConfig": "agl_run.config.records:ExperimentConfig",
+    "if 1:\n    from agl_run.config.sections import ExperimentConfig": "agl_run.config.sections:ExperimentConfig",
     "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from agl_run import Session": "agl_run:Session",
     "FACTORY = 'agl_store_sqlite._store:SQLiteStore'": "agl_store_sqlite._store:SQLiteStore",
     "from agl_rewards.credit.turn import TurnCredit": "agl_rewards.credit.turn:TurnCredit",

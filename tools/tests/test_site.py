@@ -94,6 +94,13 @@ def test_every_link_of_every_page_leads_to_a_file_and_an_anchor_of_the_site():
     assert set() == broken
 
 
+def test_copy_buttons_take_commands_without_prompts_and_output():
+    page = built()[page_of("docs/how-to/console.md")]
+    (style,) = [link for link in page.loaded if link.endswith("copying.css")]
+    hidden = re.findall(r"\.(\w+)", target(page, style)[0].read_text(encoding="utf-8"))
+    assert {"gp", "go"} == set(hidden) & page.classes
+
+
 def test_nothing_is_loaded_from_another_host():
     foreign = {link for page in built().values() for link in page.loaded if link not in list(local(page.loaded))}
     styles = [url for file in OUT.rglob("*.css") for url in re.findall(r"url\(['\"]?(https?:[^)]*)", file.read_text())]

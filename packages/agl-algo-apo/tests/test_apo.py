@@ -141,6 +141,7 @@ def test_optimizer_that_talks_nonsense_ends_the_search(optimize: Optimize, mode:
     run = optimize(use=use, budget=400, script=ScriptedOptimizer(mode=mode))
     assert run.stop_reason.startswith("optimizer_garbage:")
     assert len(run.paid) < 150
+    assert run.progress["unusable"] >= 6
 
 
 def test_search_that_gets_cut_answers_only_says_so(optimize: Optimize) -> None:
@@ -333,7 +334,7 @@ def test_tool_descriptions_are_tuned_and_keep_their_structure(optimize: Optimize
         ({"budget": {"money": 0.05, "prices": {"rollout": 0.001}}}, "needs at least 0.082, for 82 rollouts"),
         ({"budget": {"money": 1.0}}, "no prices"),
         ({"optimizer": {"base_url": "http://127.0.0.1:9/v1", "model": "x"}}, "does not answer"),
-        ({"optimizer": {"base_url": "nowhere", "model": "x"}}, "is no URL"),
+        ({"optimizer": {"base_url": "nowhere", "model": "x"}}, "is not a URL"),
         ({"optimizer": {"base_url": "http://x/v1", "model": "x", "api_key_env": "NO_SUCH_KEY"}}, "NO_SUCH_KEY"),
         ({"optimizer": "nobody"}, "there is no policy 'nobody'"),
         ({"requests": {"poem": "a.txt"}}, "the kinds of request are"),

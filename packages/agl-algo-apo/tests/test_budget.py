@@ -1,5 +1,6 @@
 """A budget is never exceeded, whatever is requested."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_algo_apo.apo import APO
 from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, BudgetLimits, Prices, Spent
 from agl_algo_apo.search.settings import SearchSettings, spending_plan
 
@@ -52,7 +54,7 @@ def test_no_order_of_spending_exceeds_a_limit(orders: Any, kept: int, **limits: 
 def test_rollouts_that_are_held_back_can_be_used_after_the_release() -> None:
     budget = Budget(BudgetLimits(rollouts=10), kept=4)
     budget.take_rollouts(6)
-    with pytest.raises(BudgetExhaustedError, match="1 rollouts are needed and 0 are left"):
+    with pytest.raises(BudgetExhaustedError, match="rollouts needed: 1, and left in the budget: 0"):
         budget.take_rollouts(1)
     budget.release()
     budget.take_rollouts(4)
@@ -97,6 +99,14 @@ def test_preset_becomes_limits(preset: Any) -> None:
     assert plan.limits.rollouts
     assert plan.limits.calls
     assert "plan: at most" in plan.words
+
+
+def test_size_of_a_run_is_the_budget_in_rollouts() -> None:
+    context: Any = SimpleNamespace(train=[None] * 40, val=[None] * 32, validation=4)
+    plan = spending_plan(SearchSettings(optimizer="x"), tasks=40, val=32, after=4, calls=1, algorithm="apo")
+    assert (plan.limits.rollouts, 0) == APO(optimizer="x").run_size(context)
+    assert (400, 7) == APO(optimizer="x", budget=400, beam_rounds=7).run_size(context)
+    assert (0, 0) == APO(optimizer="x", budget=BudgetLimits(calls=50)).run_size(context)
 
 
 def test_presets_grow() -> None:

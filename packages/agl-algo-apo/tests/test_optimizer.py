@@ -305,7 +305,7 @@ def test_answer_in_parts_is_read(tmp_path: Path, content: Any, text: str) -> Non
     assert (text, []) == answer_of(tmp_path, {"message": {"content": content}})
 
 
-def test_answer_that_is_cut_off_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_answer_that_is_cut_off_is_reported_with_what_to_do(tmp_path: Path) -> None:
     choice = {"message": {"content": "<new_text>Be"}, "finish_reason": "length"}
     text, said = answer_of(tmp_path, choice, max_tokens=50)
     assert "<new_text>Be" == text

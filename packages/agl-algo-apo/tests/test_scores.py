@@ -121,9 +121,9 @@ def known(split: Split, *rewards: float) -> Scores:
 
 def test_fresh_rewards_choose_nothing_on_validation_tasks_until_the_search_goes_on() -> None:
     scores = known("val", 0.0, 1.0, 0.5)
-    assert ({0: 0.25}, {0: 1.0}) == (scores.rewards("a", "val"), scores.fresh("a", "val"))
+    assert ({0: 0.25}, {0: 1.0}) == (scores.rewards("a", "val"), scores.fresh("a"))
     scores.keep_fresh()
-    assert ({0: 0.5}, {}) == (scores.rewards("a", "val"), scores.fresh("a", "val"))
+    assert ({0: 0.5}, {}) == (scores.rewards("a", "val"), scores.fresh("a"))
 
 
 def test_every_repeat_on_a_test_task_counts_and_stays_when_the_search_goes_on() -> None:

@@ -77,7 +77,7 @@ def test_detail_of_a_version_holds_critique_rollouts_gates_and_scores_of_its_can
     assert f"from the rollouts: {', '.join(edits[0]['journal']['evidence'])}" in text
     assert f"critique: {edits[0]['critique']}" in text
     assert "passed static gate\n" in text
-    assert "1 questions to the optimiser's model with" in text
+    assert "1 question to the optimiser's model with" in text
     by_id = agl("resources", "show", "clerk_prompt", edits[0]["id"]).stdout
     assert text == by_id
     live = run.fit.resources["clerk_prompt"]

@@ -205,7 +205,7 @@ def test_tools_that_a_template_cannot_carry_are_refused_with_the_reason(
 
 def test_reasoning_that_a_prompt_has_opened_is_not_doubled_in_the_next_prompt(thinking: LoadedModel) -> None:
     codec = TextCodec(thinking.tokenizer, stop_ids=thinking.stop_ids)
-    builder = PromptBuilder(codec)
+    builder = PromptBuilder(codec, context_length=1024)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "where?"}]
     for turn in range(3):
         prompt = builder.build(messages, tools=TOOLS, options={})
@@ -226,7 +226,7 @@ def test_answer_whose_prompt_is_rendered_differently_later_is_rendered_by_the_te
         "'<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n'", "''"
     )
     codec = TextCodec(thinking.tokenizer, stop_ids=thinking.stop_ids)
-    builder = PromptBuilder(codec)
+    builder = PromptBuilder(codec, context_length=1024)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "where?"}]
     off = {"enable_thinking": False}
     first = builder.build(messages, tools=TOOLS, options=off)

@@ -86,7 +86,9 @@ def test_steps_in_two_sittings_give_the_weights_of_as_many_in_one(model_dir: Pat
     assert any(not torch.equal(tensor, found[name]) for name, tensor in before.items())
     assert all(torch.equal(tensor, found[name]) for name, tensor in whole.weights().items())
 
-    with pytest.raises(ConfigError, match=r"finished \(sft: 2 updates done; grpo: 3 steps done\).*Give an algorithm"):
+    with pytest.raises(
+        ConfigError, match=r"finished \(sft: updates done: 2; grpo: reached steps = 3\).*Give an algorithm"
+    ):
         parts.fit(steps=3, resume=True)
     with pytest.raises(ConfigError, match=r"'sft' asks for further steps .* 'grpo', which comes after it"):
         parts.fit(steps=4, updates=3, resume=True)

@@ -230,7 +230,7 @@ def sample_of(ids: list[int]) -> Any:
     return from_tokens("r", ids, [0, *[1] * (len(ids) - 1)])
 
 
-def test_teacher_that_is_away_is_told_once_and_asked_again() -> None:
+def test_teacher_that_is_away_is_reported_once_and_asked_again() -> None:
     answers = iter([web.Response(status=503), web.Response(status=503), None])
 
     def answer(body: dict[str, Any]) -> web.Response:

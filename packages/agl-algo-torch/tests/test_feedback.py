@@ -44,7 +44,7 @@ def call_span(*results: str) -> Span:
     return Span(rollout_id="r", attempt_id="r.1", span_id="c", name="chat m", call=call)
 
 
-def test_words_of_rewards_are_told_once_each() -> None:
+def test_words_of_rewards_are_reported_once_each() -> None:
     assert "too long\n\nno tool was used" == said(
         episode_of(words("too long"), words("no tool was used"), words("too long"))
     )

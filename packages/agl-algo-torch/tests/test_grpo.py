@@ -14,7 +14,7 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, ResourceVersion, Rollout, Weights
-from agl_algo_torch.data.preparation import prepare
+from agl_algo_torch.data.credited_rows import prepare
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.learner.model import load_model
 from agl_objectives.contract import LossTerms, TokenBatch

@@ -1,5 +1,8 @@
-"""The template ``weights`` of ``agl init`` runs unchanged with a tiny model."""
+"""The templates ``weights`` and ``tiny`` of ``agl init`` run: the first with a tiny model, the second with its own."""
 
+import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from agl_inspect.terminal.program import cli
+from agl_run.cli.init import TEMPLATES
 
 CHANGED = (
     "experiment.validation_limit=1",
@@ -37,3 +41,13 @@ def test_template_to_train_weights_runs(
         assert 0 == result.exit_code, result.output
     (metrics,) = tmp_path.rglob("metrics.jsonl")
     assert '"grpo"' in metrics.read_text()
+
+
+@pytest.mark.long
+def test_tiny_template_makes_its_model_and_learns(tmp_path: Path) -> None:
+    python = shlex.quote(sys.executable)
+    made = TEMPLATES["tiny"].command.replace("python", python, 1)
+    for command in (f"{python} -m agl init -t tiny", made, f"{python} -m agl run experiment.toml --quiet"):
+        done = subprocess.run(shlex.split(command), cwd=tmp_path, capture_output=True, text=True, check=True)
+    (before, after) = re.findall(r"reward: ([\d.]+) before, ([\d.]+) after", done.stdout)[0]
+    assert float(before) < 0.2 < 0.7 < float(after)

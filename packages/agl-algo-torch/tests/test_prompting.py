@@ -129,11 +129,86 @@ def test_slow_prompt_ends_at_its_limit_and_holds_up_no_answer(
             assert time.monotonic() < deadline
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", ["end"] * 33),
+        ("stop", ["e" * 257]),
+        ("stop_token_ids", [1] * 1025),
+        ("messages", HELLO * 4097),
+        ("messages", [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 1025}]),
+        ("tools", [{"type": "function", "function": {"name": "f"}}] * 257),
+        ("chat_template_kwargs", {f"v{i}": i for i in range(65)}),
+    ],
+)
+def test_request_with_more_parts_than_agents_send_is_refused(
+    serve: Serve, connect: Connect, field: str, value: Any
+) -> None:
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 1} | {field: value}
+    with pytest.raises(openai.BadRequestError, match="of length <= "):
+        connect(serve()).post("/chat/completions", body=body, cast_to=object)
+
+
+def test_text_that_the_context_cannot_hold_is_refused_before_it_is_tokenised(
+    make_loaded: Make, serve: Serve, connect: Connect
+) -> None:
+    policy = serve(make_loaded(context=64))
+    client, text = connect(policy), "x" * (64 * len("<|endoftext|>") + 1)
+    with pytest.raises(openai.BadRequestError, match="has 883 characters, more than the 832"):
+        chat(client, [{"role": "user", "content": text}])
+    with pytest.raises(openai.BadRequestError, match="has 833 characters, more than the 832"):
+        client.completions.create(model="tiny", prompt=text)
+    with pytest.raises(openai.APIStatusError, match="context cannot hold more; shorten the messages") as caught:
+        chat(client, [{"role": "user", "content": text * 2000}])
+    assert 413 == caught.value.status_code
+
+
+def test_slow_prompts_of_one_attempt_leave_turns_to_others(make_loaded: Make, serve: Serve, connect: Connect) -> None:
+    loaded = make_loaded()
+    loaded.tokenizer.chat_template = SLOW_FOR_SLOW.replace("400)", "40)")
+    policy = serve(loaded)
+
+    client = connect(policy)
+
+    def ask(content: str, attempt: str) -> str:
+        named = client.with_options(default_headers={"x-agl-attempt-id": attempt})
+        chat(named, [{"role": "user", "content": content}])
+        return attempt
+
+    async def order() -> list[str]:
+        slow = [asyncio.to_thread(ask, "slow", "hostile") for _ in range(5)]
+        quick = asyncio.to_thread(ask, "quick", "other")
+        return [await each for each in asyncio.as_completed([*slow, quick])]
+
+    assert "other" in asyncio.run(order())[:2]
+
+
 def test_text_of_many_prompt_ends_takes_linear_time(make_loaded: Make) -> None:
-    builder = PromptBuilder(TextCodec(make_loaded().tokenizer))
+    builder = PromptBuilder(TextCodec(make_loaded().tokenizer), context_length=10**6)
     first = builder.build(HELLO, tools=None, options={})
     builder.remember(first, [5, 6])
     many = [{"role": "user", "content": "<|im_start|>assistant\n" * 20_000}]
     watch = stopwatch()
     builder.build(many, tools=None, options={})
     assert watch() < 2.0
+
+
+def test_many_answers_of_one_attempt_leave_rows_and_places_in_the_queue_to_others(
+    serve: Serve, connect: Connect
+) -> None:
+    policy = serve(max_rows=4, max_waiting=8)
+    client = connect(policy)
+
+    def ask(attempt: str, *, n: int, max_tokens: int) -> Any:
+        named = client.with_options(default_headers={"x-agl-attempt-id": attempt})
+        body = {"ignore_eos": True}
+        return named.chat.completions.create(
+            model="tiny", messages=HELLO, n=n, max_tokens=max_tokens, extra_body=body, stream=n > 1
+        )
+
+    with ask("hostile", n=6, max_tokens=900) as stream:
+        next(iter(stream))  # three rows run, three answers wait
+        with pytest.raises(openai.RateLimitError, match="at most 8 may wait, and 6 of one attempt"):
+            ask("hostile", n=4, max_tokens=900)
+        assert ask("other", n=1, max_tokens=2).choices
+        assert 3 == policy.health()["waiting"]

@@ -16,7 +16,7 @@ from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Weights, unpack_ids
-from agl_algo_torch.data.preparation import prepare
+from agl_algo_torch.data.credited_rows import prepare
 from agl_algo_torch.grpo import GRPO
 from agl_objectives.groups import GREEDY, NO_BASELINE, baseline_of
 from agl_objectives.registry import find_estimator

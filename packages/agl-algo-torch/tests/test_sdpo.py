@@ -216,7 +216,7 @@ def test_failed_rollouts_learn_from_siblings_and_lone_successes_do_not(tmp_path:
     for episode in bench.collected.values():
         groups.setdefault(episode.rollout.group_id, []).append(episode.reward or 0.0)
     told = sum(len(rewards) if sum(rewards) > 1 else 7 for rewards in groups.values() if sum(rewards))
-    assert 0 < told == report.metrics["told_sibling"] == len(report.trained)
+    assert 0 < told == report.metrics["rollouts_with_sibling"] == len(report.trained)
 
 
 @pytest.mark.parametrize(("is_solved", "successes"), [(True, "agreed"), (True, "all"), (False, "agreed")])
@@ -271,7 +271,7 @@ def test_groups_without_a_success_teach_by_words_alone(tmp_path: Path, model_dir
             return msgspec.structs.replace(super().play(order), reward=0.0)
 
     (report,) = reports_of(tmp_path, model_dir, Failed(), steps=1)
-    assert (report.metrics["groups"], 0.0) == (report.metrics["groups_silent"], report.metrics["told_sibling"])
+    assert (report.metrics["groups"], 0.0) == (report.metrics["groups_silent"], report.metrics["rollouts_with_sibling"])
     assert report.metrics["calls_taught"] > 0
     assert report.published
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -241,6 +242,14 @@ def test_lora_publishes_an_adapter_of_the_model(model_dir: Path, tmp_path: Path)
     weights = bench.published[-1].resource
     assert isinstance(weights, Weights)
     assert ("lora", str(model_dir)) == (weights.format, weights.base_model)
+
+
+@pytest.mark.parametrize(("settings", "steps"), [({}, 2), ({"updates": 21}, 3), ({"updates_per_step": 4}, 3)])
+def test_size_of_a_run_is_known_before_it(tmp_path: Path, settings: dict[str, int], steps: int) -> None:
+    row = {"messages": [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 23)
+    context: Any = SimpleNamespace(folder=tmp_path)
+    assert (0, steps) == SFT(data="rows.jsonl", batch_size=2, **settings).run_size(context)
 
 
 def test_an_endpoint_cannot_be_tuned(model_dir: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from agl.episodes import EpisodeCredit
 from agl.errors import ConfigError
 from agl.schemas import Episode, Rollout, Weights, pack_ids
-from agl_algo_torch.data.preparation import prepare
+from agl_algo_torch.data.credited_rows import prepare
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.ppo import PPO
 from agl_objectives.answers import SoftOverlong

@@ -14,7 +14,7 @@ import agl
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.schemas import CallCredit
-from agl_algo_torch.data.preparation import prepare
+from agl_algo_torch.data.credited_rows import prepare
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.ppo import PPO
 from agl_algo_torch.preferences import DPO
@@ -82,7 +82,9 @@ def test_rft_and_dpo_say_why_a_rollout_was_left_out(weights: Weights, tmp_path: 
     report, _ = report_of(lambda: made(DPO, min_gap=0.1, **COMMON), weights, tmp_path / "dpo")
     for name, call in _named(report.uses):
         sides = (
-            ("chosen in 1 pairs", "rejected in 1 pairs") if name in report.trained else ("its rollout is in no pair",)
+            ("chosen in 1 of the pairs", "rejected in 1 of the pairs")
+            if name in report.trained
+            else ("its rollout is in no pair",)
         )
         assert call.note in sides
         assert (call.row >= 0) == (name in report.trained)

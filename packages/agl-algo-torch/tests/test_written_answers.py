@@ -41,7 +41,7 @@ class Conversation:
         if template:
             loaded.tokenizer.chat_template = template
         self.codec = TextCodec(loaded.tokenizer)
-        self.builder = PromptBuilder(self.codec)
+        self.builder = PromptBuilder(self.codec, context_length=1024)
         self.messages: list[Message] = [{"role": "user", "content": "go"}]
         self.calls: list[tuple[list[int], list[int]]] = []
 
@@ -153,6 +153,6 @@ def test_message_cannot_pretend_to_be_an_answer(make_loaded: Make) -> None:
 
 def test_forgotten_answers_are_rendered_by_the_template(make_loaded: Make) -> None:
     talk = Conversation(make_loaded())
-    talk.builder = PromptBuilder(talk.codec, max_tokens=1)
+    talk.builder = PromptBuilder(talk.codec, context_length=1024, max_tokens=1)
     talk.turn(0)
     assert written(0) not in talk.prompt()

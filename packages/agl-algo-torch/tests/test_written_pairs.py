@@ -83,7 +83,7 @@ def test_better_answers_become_more_likely_than_worse_ones(model_dir: Path, tmp_
     assert (6, 1.0) == (first.metrics["pairs"], last.metrics["accuracy"])
     assert last.metrics["margin"] > first.metrics["margin"]
     assert last.metrics["loss"] < first.metrics["loss"]
-    assert ((), "3 steps done") == (last.trained, last.stop_reason)
+    assert ((), "reached steps = 3") == (last.trained, last.stop_reason)
     assert published(bench).is_dir()
 
 
@@ -174,7 +174,7 @@ def test_kto_learns_from_labelled_answers_and_from_pairs(
     assert counts == (first.metrics["good"], first.metrics["bad"])
     assert last.metrics["loss"] < first.metrics["loss"]
     assert last.metrics["margin"] > first.metrics["margin"]
-    assert "3 steps done" == last.stop_reason
+    assert "reached steps = 3" == last.stop_reason
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from agl_algo_verl.algorithm import make
 from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.typed import from_bytes
 from agl_inspect.records.state import trained_rollouts
-from agl_run.run.episodes import EpisodeSelection, read_episodes
+from agl_run.run.training_episodes import EpisodeSelection, read_episodes
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench

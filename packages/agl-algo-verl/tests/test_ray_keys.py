@@ -292,7 +292,7 @@ def at(address: str) -> RaySettings:
     return read_ray_settings(config(**{"rollout.name": "vllm"}) | {"ray_kwargs": {"ray_init": {"address": address}}})
 
 
-def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
+def test_a_cluster_that_is_not_there_is_reported_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         check_machine(at(f"127.0.0.1:{port}"), has_gpu=False)

@@ -296,7 +296,7 @@ def test_weights_that_an_optimizer_updates_in_bfloat16_are_advised_against(rank:
     assert told == len(notes) == len([note for note in notes if "swallows small steps" in note])
 
 
-def test_all_wrong_keys_are_told_at_once() -> None:
+def test_all_wrong_keys_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=re.compile(r"grad_clip.*shuffle", re.DOTALL)):
         VERL(**config(**{"actor.grad_clip": 0.5, "actor.shuffle": True}))
 

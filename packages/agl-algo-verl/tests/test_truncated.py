@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from agl_testing.conformance.bench import RolloutOrder
 
-torch_preparation = pytest.importorskip("agl_algo_torch.data.preparation", reason="needs agl-algo-torch")
+torch_preparation = pytest.importorskip("agl_algo_torch.data.credited_rows", reason="needs agl-algo-torch")
 
 PUNISHED = {
     "reward.reward_kwargs.overlong_buffer_cfg.enable": True,

@@ -245,12 +245,12 @@ async def test_rollout_is_cancelled_and_a_finished_one_is_not(desk: Any) -> None
         (rollout,) = await here.store.rollouts(RolloutQuery(ids=("queued",)))
         assert "cancelled" == rollout.status
         status, page = await here.ask("cancel", rollout="over")
-        assert (400, True) == (status, "is succeeded already" in page)
+        assert (400, True) == (status, "has ended (succeeded)" in page)
         late = await here.form("cancel", rollout="lonely")
         (claim,) = await here.store.claim(worker="w", experiment="")
         await here.store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded")])
         status, page = await here.post("/actions/cancel", late)
-        assert (400, True) == (status, "it is succeeded by now" in page)
+        assert (400, True) == (status, "it has ended (succeeded)" in page)
 
 
 async def test_task_is_queued_again_once_and_trains_nothing(desk: Any) -> None:

@@ -105,7 +105,7 @@ async def test_finding_that_is_made_again_is_shown_once_with_its_newest_time(ope
     assert line.endswith(f" {now - 5:.3f}")
 
 
-async def test_change_is_told_while_a_page_waits(opened: Open) -> None:
+async def test_change_is_reported_while_a_page_waits(opened: Open) -> None:
     store = MemoryStore()
     async with opened(store) as client, client.get("/changes") as feed:
         assert "text/event-stream" == feed.headers["Content-Type"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from agl import semconv
 from agl.episodes._agreement import find_disagreement
 from agl.episodes._transitions import EpisodeOptions, build_episode
-from agl.schemas import Attempt, ModelCall, Rollout, Span, pack_floats, pack_ids
+from agl.schemas import Attempt, Dialect, ModelCall, Rollout, Span, pack_floats, pack_ids
 
 ATTEMPT = Attempt(attempt_id="r.1", rollout_id="r", number=1, status="succeeded", worker="w")
 ROLLOUT = Rollout(rollout_id="r", task={}, status="succeeded", attempt_id="r.1")
@@ -29,12 +29,14 @@ def framework(span_id: str, operation: str = "chat", parent: str = "root", **fie
     return span(span_id, parent, attributes={semconv.OPERATION: operation, **more}, **fields)  # type: ignore[dict-item]
 
 
-def recorded(span_id: str, framework_id: str = "", parent: str | None = "root", **fields: object) -> Span:
+def recorded(
+    span_id: str, framework_id: str = "", parent: str | None = "root", dialect: Dialect = "chat", **fields: object
+) -> Span:
     attributes = {semconv.OPERATION: "chat", semconv.USER_AGENT: "OpenAI/Python 3"}
     if framework_id:
         attributes[semconv.FRAMEWORK_SPAN_ID] = framework_id
     call = ModelCall(
-        dialect="chat",
+        dialect=dialect,
         request_id="",
         model="m",
         policy="main",
@@ -54,6 +56,11 @@ def ids(*spans: Span) -> tuple[list[str], list[str]]:
 def test_a_chat_span_with_its_call_below_it_agrees():
     spans = [root(), framework("agent", "invoke_agent"), framework("chat", parent="agent"), recorded("c", "chat")]
     assert ([], []) == ids(*spans)
+
+
+def test_recorded_embedding_outside_of_every_framework_span_is_not_reported() -> None:
+    spans = [root(), framework("agent", "invoke_agent"), recorded("e", dialect="embeddings"), recorded("c")]
+    assert ([], ["c"]) == ids(*spans)
 
 
 @pytest.mark.parametrize("operation", [["chat"], {"chat": 1}, 3])

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import tracemalloc
 from itertools import pairwise
 
 import msgspec
@@ -228,6 +229,22 @@ def test_stream_is_complete_only_when_its_end_was_seen(events, done, is_complete
     (call,) = calls_of(exchange(response=body, is_streamed=True, is_complete=False))
     assert is_complete == call.is_complete
     assert is_complete == (call.error == "")
+
+
+@pytest.mark.parametrize(("size", "newline"), [(1, b"\n"), (1, b"\r\n"), (3 << 20, b"\n")])
+def test_long_stream_is_read_with_little_more_memory_than_its_bytes_and_its_text(size, newline):
+    deltas = [chat_chunk(delta={"content": "a"})] * 12_000
+    large = chat_chunk(delta={"content": "b" * size})
+    body = stream(*deltas, large, *deltas, chat_chunk(reason="stop")).replace(b"\n", newline)
+    tracemalloc.start()
+    try:
+        (call,) = calls_of(exchange(response=body, is_streamed=True))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "a" * 12_000 + "b" * size + "a" * 12_000 == call.response["choices"][0]["message"]["content"]
+    assert (True, "stop") == (call.is_complete, call.finish_reason)
+    assert peak < 2 * len(body) + 4 * size + (4 << 20)
 
 
 def test_broken_event_in_a_stream_costs_only_itself():

@@ -85,15 +85,18 @@ def rollout() -> Iterator[SpanRecorder]:
 
 
 def work(recorder: SpanRecorder) -> None:
-    """Check that threads and executors carry the rollout, and that a model call is recorded once."""
+    """Check that threads, timers and executors carry the rollout, and that a model call is recorded once."""
     seen: list[Any] = []
-    thread = threading.Thread(target=lambda: seen.append(current()))
-    thread.start()
-    thread.join()
+    for thread in (
+        threading.Thread(target=lambda: seen.append(current())),
+        threading.Timer(0.0, lambda: seen.append(current())),
+    ):
+        thread.start()
+        thread.join()
     with ThreadPoolExecutor(1) as executor:
         seen.append(executor.submit(current).result())
         assert 6 == executor.submit(lambda a, *, b: a * b, 2, b=3).result()
-    assert [True, True] == [one is not None and "ro-1.1" == one.attempt_id for one in seen]
+    assert [True, True, True] == [one is not None and "ro-1.1" == one.attempt_id for one in seen]
     recorder.drain()
     with httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(200, json={"choices": []}))) as client:
         client.post("http://x/v1/chat/completions", json={"model": "m", "messages": []})

@@ -159,9 +159,7 @@ def drift_of(*calls: tuple[Ids, Ids]) -> list[str]:
     """Return each call's drift, shortened to the position, the call that it nearly continues, and both sides."""
     spans = [call_span(i + 1, prompt=prompt, response=response) for i, (prompt, response) in enumerate(calls)]
     forest = build_forest(spans)
-    pattern = (
-        r"drift: the prompt repeats (\d+) tokens of a conversation and differs from token \1 on, at the answer of "
-    )
+    pattern = r"drift: the prompt repeats a conversation and differs from token (\d+) on, at the answer of "
     return [re.sub(pattern, r"\1 ", text) for text in forest.drift.values()]
 
 
@@ -205,6 +203,22 @@ def test_forest_drift_counts_an_eighth_of_the_prompt_before_an_answer(position: 
 def test_forest_drift_counts_at_most_the_slack_before_an_answer(position: int, is_found: bool) -> None:
     whole = (*range(100, 140), 10, 11)
     assert is_found == bool(drift_of((whole[:40], (10, 11)), ((*whole[:position], 99, 98, 97), (1,))))
+
+
+@pytest.mark.parametrize("length", [4, 12])
+def test_forest_drift_of_a_dropped_empty_block_of_reasoning_is_found_in_the_first_turn(length: int) -> None:
+    """With ``enable_thinking=false``, the prompt ends in an empty block, which many templates drop in later prompts."""
+    start, block, first, second = (100, 101, 102), tuple(range(20, 20 + length)), (10, 11, 2), (12, 2)
+    calls = [
+        ((*start, *block), first),
+        ((*start, *first, 103, *block), second),
+        ((*start, *first, 103, *second, 104, *block), (13, 2)),
+    ]
+    recorded = [*block, *first][:8]
+    assert [f"3 call c1: recorded ids {recorded}, ", "7 call c2: "] == [
+        text.partition("sent" if text.startswith("3") else "recorded")[0] for text in drift_of(*calls)
+    ]
+    assert [] == drift_of(calls[0], ((*start, 105, *block), (13, 2)))
 
 
 def test_forest_drift_shows_eight_tokens_of_either_side() -> None:

@@ -56,3 +56,7 @@ def test_name_that_resembles_none_gets_what_else_there_is_to_say() -> None:
 
 def test_cutoff_says_how_close_a_name_must_be() -> None:
     assert ("turns", "") == (closest("turn", ["turns"]), closest("turn", ["turns"], cutoff=0.9))
+
+
+def test_word_of_a_longer_name_finds_the_shortest_name_with_it() -> None:
+    assert ("sql-match", "") == (closest("sql", ["sql-executes", "sql-match"]), closest("sq", ["sql-match"]))

@@ -3,13 +3,13 @@
 import logging
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 from agl import PluginManager
 from agl._plugins import manager as manager_module
-from agl._plugins.build import METHODS
-from agl.contracts import Algorithm, Tracer
+from agl.contracts import Kind
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
 
 REWARD = """
@@ -220,37 +220,72 @@ def test_component_whose_module_quits_is_named(install_plugin, site):
         manager.build(manager.reward("lazy"))
 
 
-def test_required_methods_are_those_of_the_contracts():
-    assert {name for name in vars(Algorithm) if not name.startswith("_")} == set(METHODS["AlgorithmEntry"])
-    assert set(METHODS["TracerEntry"]) <= vars(Tracer).keys()
-
+LACKS = {
+    "algorithm": "restore",
+    "credit": "assign",
+    "exporter": "export",
+    "gateway": "settle",
+    "policy": "resource",
+    "reward": "__call__",
+    "runner": "execute",
+    "store": "close",
+    "tracer": "uninstall",
+}
+"""One method of each contract, by the kind of the component."""
 
 LACKING = """
-from agl import AlgorithmEntry, TracerEntry, hookimpl
+from agl import contracts, hookimpl
 
 class Half:
-    async def setup(self, context): ...
-    async def step(self): ...
-    def state(self): ...
-    async def restore(self, state): ...
+    def begun(self): ...
+
+def make():
+    return Half()
 
 @hookimpl
-def agl_algorithms():
-    yield AlgorithmEntry(name="half", factory=Half, tunes=("weights",))
-
-@hookimpl
-def agl_tracers():
-    yield TracerEntry(name="made", factory=lambda: Half())
+def {hook}():
+    entry = contracts.{record}Entry
+    yield entry(name="as-class", factory=Half)
+    yield entry(name="as-object", factory=make)
 """
 
 
-def test_component_without_a_method_of_its_contract_is_refused_with_its_name(install_plugin):
-    install_plugin("agl-half", LACKING, entry="half")
+@pytest.mark.parametrize("kind", LACKS)
+def test_component_without_a_method_of_its_contract_is_refused_with_its_name(install_plugin, kind):
+    hook = "agl_policies" if kind == "policy" else f"agl_{kind}s"
+    install_plugin("agl-half", LACKING.format(hook=hook, record=kind.capitalize()), entry="half")
     manager = PluginManager.from_environment()
-    with pytest.raises(BrokenPluginError, match=r"the algorithm 'half' of the plugin .* lacks close,"):
-        manager.check(manager.algorithm("half"))
-    with pytest.raises(BrokenPluginError, match=r"the tracer 'made' .* lacks install, uninstall,"):
-        manager.build(manager.tracer("made"))
+    lacks = rf"the {kind} 'as-\w+' of the plugin 'half' \(agl-half 1.0\) lacks [\w, ]*{LACKS[kind]}[\w, ]*, which"
+    with pytest.raises(BrokenPluginError, match=lacks):
+        manager.check(manager.entry(kind, "as-class"))
+    with pytest.raises(BrokenPluginError, match=lacks):
+        manager.build(manager.entry(kind, "as-object"))
+
+
+def test_every_kind_of_component_except_commands_has_a_contract():
+    assert {"command", *LACKS} == set(get_args(Kind))
+
+
+RAISING = REWARD.format(name="lazy").replace("math:sqrt", "agl_lazy:make")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (
+            "raise ValueError('no device')",
+            "calling 'agl_lazy:make' of the plugin 'lazy' .* raised ValueError: no device;",
+        ),
+        ("raise SystemExit(3)", "raised SystemExit: 3;"),
+        ("raise GeneratorExit", "raised GeneratorExit;"),
+        ("import absent_module", "needs the Python module 'absent_module', which is not installed; run: pip install"),
+    ],
+)
+def test_factory_that_raises_names_its_plugin(install_plugin, body, says):
+    install_plugin("agl-lazy", f"{RAISING}\ndef make():\n    {body}\n", entry="lazy")
+    manager = PluginManager.from_environment()
+    with pytest.raises(PluginError, match=says):
+        manager.build(manager.reward("lazy"))
 
 
 def test_plugin_that_still_loads_after_a_while_is_named(install_plugin, caplog, monkeypatch):

@@ -43,6 +43,9 @@ class Scaled:
     mode: Literal["sum", "mean"] = "sum"
     check: Any = None
 
+    def __call__(self, rollout: object, spans: object) -> float:
+        return self.scale
+
 
 def with_reward(factory: Any) -> tuple[PluginManager, RewardEntry]:
     manager = PluginManager()
@@ -182,8 +185,8 @@ def test_registering_an_object_raises_at_once_and_leaves_nothing_behind():
 
 
 def test_build_imports_the_factory_and_passes_parameters():
-    manager, entry = with_reward("collections:Counter")
-    assert manager.build(entry, a=2) == {"a": 2}
+    manager, entry = with_reward("unittest.mock:Mock")
+    assert 2 == manager.build(entry, base=2).base
     manager, entry = with_reward(Scaled)
     assert Scaled(2.0, ("a", "b")) == manager.build(entry, scale=2, labels=["a", "b"])
 

@@ -61,7 +61,7 @@ def test_span_without_a_call_is_passed_over() -> None:
         ({"status_code": 199}, "error", "HTTP status 199"),
         ({"status_code": 0}, "error", "no response"),
         ({"status_code": 0, "error": "refused"}, "error", "no response: refused"),
-        ({**UNFIT, "error": ""}, "incomplete", "the answer was cut after 1 tokens"),
+        ({**UNFIT, "error": ""}, "incomplete", "the answer was cut at token 1"),
         ({**UNFIT, "error": "", "is_complete": True}, "non_token_input", "1 inputs are not tokens: sha256:1"),
         ({"inputs": ("a", "b")}, "non_token_input", "2 inputs are not tokens: a"),
         ({"ids_missing": "the backend has none", "prompt": ()}, "missing_token_ids", "the backend has none"),
@@ -176,7 +176,7 @@ def test_exchange_that_came_late_supersedes_nothing() -> None:
 
 
 def test_choices_of_the_winning_exchange_all_train_and_a_cut_one_keeps_its_reason() -> None:
-    cut = Reject(reason="incomplete", detail="the answer was cut after 1 tokens")
+    cut = Reject(reason="incomplete", detail="the answer was cut at token 1")
     spans = [
         call_span(1, request_id="x", choice=0, is_complete=False),
         call_span(2, request_id="x", choice=1),

@@ -117,7 +117,7 @@ def test_transition_carries_the_finish_reason_and_knows_a_cut_answer(said: str, 
     [
         ({"status_code": 500, "response": (), "error": "boom"}, "error", "HTTP status 500: boom"),
         ({"status_code": 0, "response": ()}, "error", "no response"),
-        ({"is_complete": False}, "incomplete", "cut after 1 tokens"),
+        ({"is_complete": False}, "incomplete", "cut at token 1"),
         ({"ids_missing": "the backend returned none", "prompt_ids": b""}, "missing_token_ids", "backend returned none"),
         ({"prompt": ()}, "missing_token_ids", "no prompt ids"),
         ({"logprobs": b""}, "length_mismatch", "1 response ids, 0 log-probabilities"),

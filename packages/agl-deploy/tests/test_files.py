@@ -11,8 +11,19 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
+
+from agl import PluginManager
+from agl_deploy import files
+from agl_deploy.needs import read_needs
+from agl_deploy.pins import Pin
 
 from .conftest import FILE, change, deploy
+
+PLAIN = {"POSTGRES_USER", "POSTGRES_DB", "XDG_STATE_HOME"}
+"""Variables of the compose file that are no secrets."""
+
+WHEEL = Pin(name="agl-core", line="agl-core==0.1.0", version="0.1.0", source="/src")
 
 
 def written(project: Path, *words: str) -> Path:
@@ -59,7 +70,7 @@ def test_compose_file_keeps_secrets_out_and_the_database_from_workers(project: P
     assert {"postgres", "gateway", "trainer", "worker", "console"} == services.keys()
     for name, service in services.items():
         for variable, value in service["environment"].items():
-            assert variable in ("POSTGRES_USER", "POSTGRES_DB") or re.fullmatch(r"\$\{\w+:\?[\w ./]+\}", value), name
+            assert variable in PLAIN or re.fullmatch(r"\$\{\w+:\?[\w ./]+\}", value), name
         if name != "postgres":
             assert service["read_only"]
             assert ["ALL"] == service["cap_drop"]
@@ -67,9 +78,26 @@ def test_compose_file_keeps_secrets_out_and_the_database_from_workers(project: P
     assert not set(services["worker"]["networks"]) & set(services["postgres"]["networks"])
     assert {"AGL_WORKER_TOKEN"} == services["worker"]["environment"].keys()
     assert all(port.startswith("127.0.0.1:") for one in services.values() for port in one.get("ports", ()))
-    names = {name for one in services.values() for name in one["environment"]} - {"POSTGRES_USER", "POSTGRES_DB"}
+    names = {name for one in services.values() for name in one["environment"]} - PLAIN
     example = (folder / "env.example").read_text()
     assert names - {"POSTGRES_PASSWORD"} == set(re.findall(r"^(\w+)=$", example, re.MULTILINE))
+
+
+def test_spool_of_the_composed_gateway_is_on_a_volume(project: Path) -> None:
+    folder = written(project, "compose", "experiment.toml")
+    gateway: dict[str, Any] = yaml.safe_load((folder / "compose.yaml").read_text())["services"]["gateway"]
+    assert ["spool:/data"] == gateway["volumes"]
+    assert "/data/state" == gateway["environment"]["XDG_STATE_HOME"]
+
+
+@pytest.mark.parametrize("has_pip", [True, False])
+def test_wheels_are_built_without_pip_in_the_environment(
+    project: Path, manager: PluginManager, monkeypatch: pytest.MonkeyPatch, has_pip: bool
+) -> None:
+    needs = replace(read_needs(project / "experiment.toml", manager), pins={"gateway": [WHEEL]})
+    monkeypatch.setattr(files, "find_spec", lambda name: object() if has_pip else None)
+    pip = ["python", "-m", "pip"] if has_pip else ["uvx", "--python", f"3.{sys.version_info.minor}", "pip"]
+    assert [*pip, "wheel", "--no-deps", "--wheel-dir", "deploy/wheels", "/src"] == files.wheel_command(needs, "deploy")
 
 
 def test_compose_file_with_a_gpu_and_a_database_elsewhere(project: Path) -> None:
@@ -78,7 +106,7 @@ def test_compose_file_with_a_gpu_and_a_database_elsewhere(project: Path) -> None
     compose: dict[str, Any] = yaml.safe_load((folder / "compose.yaml").read_text())
 
     assert "postgres" not in compose["services"]
-    assert {"trained"} == compose["volumes"].keys()
+    assert {"spool", "trained"} == compose["volumes"].keys()
     assert "trainer-cuda" == compose["services"]["trainer"]["build"]["target"]
     devices = compose["services"]["trainer"]["deploy"]["resources"]["reservations"]["devices"]
     assert [{"driver": "nvidia", "count": 2, "capabilities": ["gpu"]}] == devices

@@ -115,7 +115,7 @@ def test_name_of_a_policy_cannot_break_out_of_the_command(project: Path, manager
     assert not (project / "owned").exists()
 
 
-@pytest.mark.parametrize("policy", ["worker", "gateway", "database"])
+@pytest.mark.parametrize("policy", ["worker", "gateway", "database", "spool"])
 def test_policy_with_the_name_of_a_part_is_a_service_of_its_own(
     project: Path, manager: PluginManager, policy: str
 ) -> None:

@@ -228,6 +228,24 @@ async def test_ending_needs_a_conversation_that_began_and_a_token_that_may(tmp_p
         assert "running" == (await talk.rollout(headers)).status
 
 
+async def test_client_rates_its_conversations_and_no_other_rollout(tmp_path, backend):
+    async with serve(tmp_path, backend) as talk:
+        headers = await talk.say("c", "hi")
+        for rating in ({"value": 0.0}, {"value": 0.5, "feedback": "slow"}):
+            answer, _ = await talk.post("/conversations/rate", "c", rating)
+            assert {"rollout_id": headers["x-agl-rollout-id"], "status": "rated"} == answer
+        await talk.end("c")
+        assert 0.5 == (await talk.episode(headers)).reward
+        await talk.post("/conversations/rate", "c", {"value": 1.0}, key=ADMIN)
+        assert 1.0 == (await talk.episode(headers)).reward
+        await talk.store.enqueue([Rollout(rollout_id="ro", task={}, experiment="e", group_id="ro")])
+        for conversation, status, part in (("ro", 404, "'ro' has no calls"), ("", 400, "x-agl-conversation-id")):
+            answer, _ = await talk.post("/conversations/rate", conversation, {"value": 1.0}, status=status)
+            assert part in answer["error"]["message"]
+        answer, _ = await talk.post("/conversations/rate", "c", {"score": 1.0}, status=400)
+        assert '{"value": 1.0, "feedback": "why"}' in answer["error"]["message"]
+
+
 async def test_without_a_client_token_and_a_split_nobody_converses(tmp_path, backend):
     async with serve(tmp_path, backend, client_key="") as talk:
         answer, _ = await talk.post("/v1/chat/completions", "c", {"model": "main_llm"}, key=ADMIN, status=401)

@@ -17,7 +17,7 @@ from agl.schemas import Rollout
 from agl.stores import MemoryStore
 from agl_gateway.cli import doctor
 from agl_gateway.cli.doctor import Finding, Patient, examine, forget_gone, patient_of, ports, transport
-from agl_gateway.processes.presence import GATEWAYS
+from agl_gateway.processes.announcement import GATEWAYS
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
 from agl_run.access.tokens import AttemptTokens
 from agl_store_sqlite._store import SQLiteStore

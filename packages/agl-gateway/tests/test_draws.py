@@ -5,7 +5,7 @@ import time
 
 import httpx
 
-from agl.contracts import Upstream
+from agl.contracts import POLICY_KEY_ENV, Upstream
 from agl.schemas import Outcome, RetryPolicy, Rollout, new_rollout_id
 
 HEADER = "x-agl-seed"
@@ -62,3 +62,12 @@ async def test_calls_without_a_seed_and_to_other_models_carry_none(stage, server
     async with stage(upstreams=[trained(server), frozen]) as it:
         assert [("a", None)] == await seeds_of(it, server, ["a"], seed=None)
         assert [("a", None)] == await seeds_of(it, server, ["a"], model="judge")
+
+
+async def test_attempt_is_named_to_servers_of_this_project_alone(stage, server, monkeypatch):
+    monkeypatch.setenv(POLICY_KEY_ENV, "key")
+    ours = Upstream(name="ours", base_url=server.base_url, model="m", api_key_env=POLICY_KEY_ENV)
+    async with stage(upstreams=[trained(server), ours]) as it:
+        await seeds_of(it, server, ["a"], model="main")
+        await seeds_of(it, server, ["a"], model="ours")
+        assert [False, True] == ["x-agl-attempt-id" in call.headers for call in server.calls]

@@ -77,6 +77,7 @@ def samples(rollout_id: str, attempt_id: str) -> list[Sample]:
         Sample(b"POST /settle", {"attempt_id": attempt_id}),
         Sample(b"POST /v1/traces", "an OTLP message"),
         Sample(b"POST /conversations/end", {}),
+        Sample(b"POST /conversations/rate", {"value": 1.0, "feedback": "good"}),
         *(Sample(b"GET " + path) for path in (b"/identity", b"/metrics", b"/openapi.json", b"/v1/models", b"/split")),
     ]
 

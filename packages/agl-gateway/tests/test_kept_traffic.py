@@ -46,7 +46,10 @@ class Talk:
             return dict(reply.headers)
 
     async def end(self, conversation: str) -> Any:
-        async with self._post("/conversations/end", conversation, {}) as reply:
+        return await self.ask("/conversations/end", conversation)
+
+    async def ask(self, path: str, conversation: str) -> Any:
+        async with self._post(path, conversation, {"value": 1.0}) as reply:
             assert 200 == reply.status
             return await reply.json()
 
@@ -124,6 +127,7 @@ async def test_end_of_a_conversation_that_is_not_recorded_is_no_error(tmp_path, 
     async with serve(tmp_path, backend, Share(base_rate=0.0)) as talk:
         await talk.say("c")
         assert {"status": "not recorded"} == await talk.end("c")
+        assert {"status": "not recorded"} == await talk.ask("/conversations/rate", "c")
         assert set() == await talk.recorded()
 
 

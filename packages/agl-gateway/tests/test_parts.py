@@ -14,7 +14,6 @@ from agl.served_calls import CallGate
 from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_gateway.processes.attempt_facts import RequestIds
 from agl_gateway.relay.callers import span_id_of, trace_of
 from agl_gateway.status.api import render
 from agl_gateway.status.openapi import openapi_document
@@ -101,14 +100,16 @@ async def test_gate_holds_again_when_it_is_paused_before_the_held_wake():
     assert await gate.pause(drain_s=0.1)
 
 
-def test_request_ids_are_shared_by_retries_of_one_attempt_only():
-    ids = RequestIds()
-    first, _ = ids.of("a.1", {}, b"body")
-    assert (first, 1) == ids.of("a.1", {"x-stainless-retry-count": "1"}, b"body")
-    assert first != ids.of("b.1", {"x-stainless-retry-count": "1"}, b"body")[0]
-    assert first != ids.of("a.1", {}, b"body")[0]
-    assert ("given", 2) == ids.of("a.1", {"x-agl-request-id": "given", "x-stainless-retry-count": "2"}, b"body")
-    assert 0 == ids.of("a.1", {"x-stainless-retry-count": "-1"}, b"x")[1]
+async def test_request_ids_are_shared_by_retries_of_one_attempt_only(serving):
+    async with serving() as it:
+        of = it.relay.owners.facts.request_id
+        first, _ = await of("a.1", {}, b"body")
+        assert (first, 1) == await of("a.1", {"x-stainless-retry-count": "1"}, b"body")
+        assert first != (await of("b.1", {"x-stainless-retry-count": "1"}, b"body"))[0]
+        assert first != (await of("a.1", {}, b"body"))[0]
+        given = {"x-agl-request-id": "given", "x-stainless-retry-count": "2"}
+        assert ("given", 2) == await of("a.1", given, b"body")
+        assert 0 == (await of("a.1", {"x-stainless-retry-count": "-1"}, b"x"))[1]
 
 
 @pytest.mark.parametrize(

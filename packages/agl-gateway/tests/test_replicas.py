@@ -112,7 +112,7 @@ def test_a_slow_servers_rollouts_go_to_their_next_server_until_it_has_caught_up(
 
 
 def test_a_replica_without_http_is_refused():
-    with pytest.raises(ConfigError, match=r"'main_llm' has base_url '127.0.0.1:8001'.*not an http"):
+    with pytest.raises(ConfigError, match=r"'main_llm': base_url '127.0.0.1:8001' is not a URL"):
         Router([Upstream(name="main_llm", base_url="http://127.0.0.1:8000/v1", replicas=("127.0.0.1:8001",))])
 
 

@@ -43,6 +43,7 @@ ROUTES: dict[str, set[str]] = {
     "GET /v1/models": CALLERS,
     "GET /v1beta/models": CALLERS,
     "POST /conversations/end": {"client", "admin"},
+    "POST /conversations/rate": {"client", "admin"},
     "POST /peers": {"admin"},
     "POST /peers/metrics": {"admin"},
     "POST /settle": {"attempt", "admin", "worker"},

@@ -184,7 +184,7 @@ async def test_clients_that_look_whether_anything_is_here_are_answered(stage):
 
 
 @pytest.mark.parametrize("path", ["", "/v1"])
-async def test_address_without_v1_is_told_once(stage, caplog: pytest.LogCaptureFixture, path: str):
+async def test_address_without_v1_is_reported_once(stage, caplog: pytest.LogCaptureFixture, path: str):
     async with backend({}) as (address, _), stage(upstreams=[policy_at(address + path)]) as it:
         _, token = await it.open_attempt()
         with caplog.at_level(logging.WARNING):

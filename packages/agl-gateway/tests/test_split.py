@@ -380,11 +380,12 @@ def test_bad_split_ends_the_command_with_its_reason(tmp_path, monkeypatch, split
     assert (1, True) == (done.exit_code, message in done.output), done.output
 
 
-def test_short_client_token_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["AGL_TOKEN", "AGL_CLIENT_TOKEN"])
+def test_short_token_is_refused_with_what_to_do(tmp_path, monkeypatch, name):
     monkeypatch.setenv("AGL_TOKEN", ADMIN)
-    monkeypatch.setenv("AGL_CLIENT_TOKEN", "short")
+    monkeypatch.setenv(name, "short")
     done = CliRunner().invoke(cli, ["serve", "--store", f"sqlite:///{tmp_path}/s.db", "--port", "0", "--split", HALVES])
-    assert (1, True) == (done.exit_code, "AGL_CLIENT_TOKEN has 5 characters" in done.output), done.output
+    assert (1, True) == (done.exit_code, f"{name} has 5 bytes, at least 16 are needed" in done.output), done.output
 
 
 async def test_label_that_moves_to_a_version_without_an_upstream_fails_its_own_arm_only(tmp_path, servers):

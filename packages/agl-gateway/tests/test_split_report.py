@@ -376,7 +376,7 @@ def test_arm_is_promoted_on_the_stated_criterion_only(
     status: int,
     message: str,
 ) -> None:
-    done = command("promote", "prompt", "candidate", "--if-better", "--split", *options, rewards=rewards)
+    done = command("split", "--promote", "prompt", *options, rewards=rewards)
     assert (status, True) == (done.exit_code, message in done.output), done.output
     now = "v1" if status else "v2"
     assert f"labels: {'candidate, ' if not status else ''}production" in command("show", "prompt", now).output
@@ -393,13 +393,13 @@ def test_split_prints_both_arms_and_the_ratio(command: Callable[..., Result]) ->
 
 
 def test_arms_that_differ_in_two_resources_promote_neither(command: Callable[..., Result]) -> None:
-    arguments = ("promote", "prompt", "candidate", "--if-better", "--split")
+    arguments = ("split", "--promote", "prompt")
     done = command(*arguments, rewards={"production": LOW, "candidate": HIGH}, tools=True)
     assert (1, True) == (done.exit_code, "differ in prompt, tools" in done.output), done.output
 
 
 def test_promoted_arm_leaves_nothing_to_compare(command: Callable[..., Result]) -> None:
-    arguments = ("promote", "prompt", "candidate", "--if-better", "--split")
+    arguments = ("split", "--promote", "prompt")
     command(*arguments, rewards={"production": LOW, "candidate": HIGH})
     assert "the same version of every resource" in command("split").output
     again = command(*arguments)
@@ -411,10 +411,10 @@ def test_promoted_arm_leaves_nothing_to_compare(command: Callable[..., Result]) 
     [
         (("split", "production", "production"), "cannot be compared"),
         (("split", "production", "canary"), "'canary' names no version"),
-        (("promote", "prompt", "candidate", "--split"), "give both, or neither"),
+        (("split", "production", "candidate", "canary", "--promote", "prompt"), "compares two arms and got 3"),
     ],
 )
-def test_wrong_use_is_told(command: Callable[..., Result], arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_use_is_refused(command: Callable[..., Result], arguments: tuple[str, ...], message: str) -> None:
     command("list", rewards={})
     done = command(*arguments)
     assert (1, True) == (done.exit_code, message in done.output), done.output

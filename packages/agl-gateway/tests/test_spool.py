@@ -14,7 +14,7 @@ from agl.errors import StoreError
 from agl.schemas import Outcome, Rollout, Span, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
-from agl_gateway.processes.presence import GATEWAYS, gateways_of, gone_gateways
+from agl_gateway.processes.announcement import GATEWAYS, gateways_of, gone_gateways
 from agl_gateway.record import outage as outages
 from agl_gateway.record import spool as spools
 from agl_gateway.record.spool_file import SpoolBusyError, SpoolFile, folder_of, spools_for, spools_in
@@ -350,7 +350,7 @@ async def test_gateway_that_lives_and_cannot_be_asked_fails_the_end_of_an_attemp
     store = FickleStore()
     sharing = {"store": store, "spool": tmp_path, "is_shared": True}
     async with serving(**sharing, advertise="127.0.0.1") as one, serving(**sharing) as two:
-        one._advertised = "http://127.0.0.1:9"
+        one.advertised = "http://127.0.0.1:9"
         await one._presence._announce()
         attempt_id, _ = await open_attempt(two)
         with pytest.raises(Exception, match="with --advertise"):

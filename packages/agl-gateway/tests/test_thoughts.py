@@ -86,19 +86,20 @@ def test_seals_of_one_request_are_inflated_up_to_a_limit_together(dialect: Any, 
 
 
 def test_seals_of_googles_api_are_inflated_up_to_a_limit_together():
-    part = {"text": "so", "thoughtSignature": SEALED_MIB}
+    signature = seal({"text": "0" * (1 << 20), "fields": {"reasoning": "0" * (1 << 20)}})
+    part = {"text": "so", "thoughtSignature": signature}
     (message,) = messages_of({"contents": [{"role": "model", "parts": [part] * 3}]})
-    assert 1 << 20 == len(message["reasoning_content"])
+    assert 1 << 20 == len(message["reasoning"])
     with pytest.raises(Problem, match=r"sealed thoughts .* 8 MiB"):
         messages_of({"contents": [{"role": "model", "parts": [part]}] * 5})
 
 
 async def test_seal_of_many_values_is_refused(stage):
-    item = {"type": "reasoning", "encrypted_content": seal({"content": [[]] * 300_000})}
+    item = {"type": "reasoning", "encrypted_content": seal({"fields": {"reasoning_details": [[]] * 300_000}})}
     async with stage() as it:
         _, token = await it.open_attempt()
         (found,) = await answer(it, "/v1/responses", token, {"model": "main_llm", "input": [item]})
-        assert "too_many_values" == found["error"]["code"]
+        assert "request_too_large" == found["error"]["code"]
         assert [] == it.server.calls
 
 
@@ -189,6 +190,35 @@ async def test_thinking_survives_a_client_that_drops_its_text(stage, is_streamed
     assert "add them" == seen[1]["messages"][0]["content"][0]["thinking"]
     assert "add them" == calls[1].request["messages"][0]["content"][0]["thinking"]
     assert MARK.decode() not in str(seen)
+
+
+def test_thoughts_of_translated_answers_reach_servers_of_the_clients_api():
+    sealed = seal({"fields": {"reasoning": "add them", "reasoning_details": []}})
+    block, item = {"type": "thinking", "signature": sealed}, {"type": "reasoning", "encrypted_content": sealed}
+    messages = restored(Request("messages", msgspec.json.encode({"messages": [{"content": [block]}]})))
+    responses = restored(Request("responses", msgspec.json.encode({"input": [item]})))
+    assert {"messages": [{"content": [THINKING]}]} == messages.to_dict()
+    assert {"input": [{"type": "reasoning", "content": REASONING["content"]}]} == responses.to_dict()
+
+
+async def test_fields_of_a_provider_are_recorded_as_the_provider_gets_them(stage):
+    details = [{"type": "reasoning.encrypted", "data": "gAAA", "index": 0}]
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "reasoning_details": details, "tool_calls": [call]}
+    seen: list[Any] = []
+    async with (
+        backend({"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}, [], seen) as address,
+        stage(upstreams=[Upstream(name="main_llm", base_url=address, is_trained=True)]) as it,
+    ):
+        attempt_id, token = await it.open_attempt()
+        asked = {"model": "main_llm", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]}
+        (found,) = await answer(it, "/v1/messages", token, asked)
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "6"}]}
+        asked["messages"] += [{"role": "assistant", "content": found["content"]}, result]
+        await answer(it, "/v1/messages", token, asked)
+        first, second = await it.calls(attempt_id)
+    assert message == seen[1]["messages"][1] == second.request["messages"][1]
+    assert message == first.response["choices"][0]["message"]
 
 
 def test_foreign_thoughts_are_left_alone():

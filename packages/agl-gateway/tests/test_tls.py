@@ -17,7 +17,7 @@ from agl.schemas import Rollout, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.access.certificate import Certificate
 from agl_gateway.client import HttpStore
-from agl_gateway.processes.presence import gateways_of
+from agl_gateway.processes.announcement import gateways_of
 from agl_run.access.tokens import AdminKey
 from agl_run.worker.remote_gateway import RemoteGateway
 from agl_testing.model_server import Reply, ScriptedModelServer

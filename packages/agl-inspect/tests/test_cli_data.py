@@ -259,7 +259,7 @@ def test_rm_keeps_what_an_unfinished_experiment_needs(store_of):
     result = invoke("runs", "rm", "ro-calc-000")
     assert 1 == result.exit_code
     assert "'calc', which is not finished" in result.stderr
-    assert "removed 1 rollouts\n" == invoke("runs", "rm", "--force", "ro-calc-000").output
+    assert "removed 1 rollout\n" == invoke("runs", "rm", "--force", "ro-calc-000").output
 
 
 def test_gc_keeps_the_newest_and_every_unfinished_rollout(store_of):
@@ -367,7 +367,7 @@ def test_option_of_the_list_before_a_command_is_refused_and_removes_nothing(stor
 def test_group_store_wins_over_the_environment(store_of, monkeypatch, tmp_path):
     store_of(fill, 2)
     monkeypatch.setenv("AGL_STORE", "sqlite:///nowhere.db")
-    assert "removed 1 rollouts\n" == invoke("runs", "rm", "--store", "runs/agl.db", "ro-calc-000").output
+    assert "removed 1 rollout\n" == invoke("runs", "rm", "--store", "runs/agl.db", "ro-calc-000").output
 
 
 def test_show_prints_the_tree(store_of):
@@ -455,7 +455,7 @@ def named(command: str, rollout_id: str):
 def test_every_command_takes_latest_and_a_unique_beginning_of_an_id(store_of, command):
     store_of(finish_with, counted_call)
     store_of(fill, 2)
-    alone = {"replay": "the rollout ro-one belongs", "rm": "removed 1 rollouts"}
+    alone = {"replay": "the rollout ro-one belongs", "rm": "removed 1 rollout"}
     assert alone.get(command, "ro-one") in named(command, "ro-o").output
     newest = {"replay": "ro-calc-waits", "rm": "ro-calc-waits", "export": "0 lines"}
     assert newest.get(command, "ro-calc-waits") in named(command, "latest").output
@@ -504,7 +504,7 @@ def test_whole_id_and_name_of_a_resource_win_over_the_beginning_of_an_id(store_o
 
     store_of(publish)
     assert "ro-calc-000: succeeded" in invoke("show", "ro-calc-000").output
-    assert "ro-one-prompt: 1 published versions" in invoke("show", "ro-one-prompt").output
+    assert "ro-one-prompt: 1 published version," in invoke("show", "ro-one-prompt").output
     assert "ro-one-prompt-1: queued" in invoke("show", "ro-one-prompt-1").output
 
 

@@ -176,7 +176,7 @@ def test_promoted_version_is_rolled_back_step_by_step(run: Callable[..., Result]
     [
         ({"v1": [0.1, 0.2, 0.1, 0.2], "v2": [0.8, 0.9, 0.8, 0.9]}, 0, "difference +0.7000"),
         ({"v1": [0.1, 0.2, 0.1, 0.2], "v2": [0.0, 0.9, 0.1, 0.2]}, 1, "not shown to be better"),
-        ({"v1": [0.1], "v2": [0.9, 0.9]}, 1, "1 rewards of the old version and 2 of the new one"),
+        ({"v1": [0.1], "v2": [0.9, 0.9]}, 1, "1 reward of the old version and 2 of the new one"),
         ({"v1": [0.1, 0.2, 0.1, 0.2], "v2": [0.9, None, None, 0.9]}, 1, "not shown to be better"),
     ],
     ids=["better", "unclear", "too few", "failures count"],
@@ -384,7 +384,7 @@ def command(run: Callable[..., Result], tmp_path: Path, *arguments: str) -> Resu
 
 def test_show_tells_how_a_resource_came_to_be(run: Callable[..., Result], tmp_path: Path) -> None:
     output = command(run, tmp_path, "show", "prompt").output
-    assert output.startswith("prompt: 2 published versions, 1 candidates\n- v1 from -, given\n")
+    assert output.startswith("prompt: 2 published versions, 1 candidate\n- v1 from -, given\n")
     assert "- v2 from v1, by apo step 3, score 0.800 [0.700, 0.900] n=32" in output
     assert "- tried (candidate) from v1, given\n" in output
     assert "-Be brief.\n+Be exact." in output

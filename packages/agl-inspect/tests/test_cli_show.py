@@ -158,6 +158,11 @@ def test_show_prints_messages_of_any_shape(
     assert expected in shown()
 
 
+def test_show_prints_thoughts_under_two_names_once(record: Callable[..., None]) -> None:
+    record(chat(1, [ASKED], {"role": "assistant", "reasoning": "hm", "reasoning_content": "hm", "content": "5"}))
+    assert 1 == shown().count("assistant thinks: hm")
+
+
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202ekcab\r"
 
 

@@ -127,6 +127,13 @@ def test_idle_slots_are_explained_by_the_rollouts_of_a_step() -> None:
     assert "concurrency = 10 in [runner] is enough" in long.change
 
 
+def test_slow_rollouts_that_already_run_at_once_are_not_explained_by_the_concurrency() -> None:
+    (found,) = suggestions_of(logged({**SITUATIONS["slow-rollouts"], "slots": lambda _: 64.0}))
+    assert "slow-rollouts" == found.rule
+    assert found.change.startswith("all rollouts of a step run at once already")
+    assert "concurrency" not in found.change
+
+
 def test_idle_slots_do_not_matter_where_collecting_takes_little_of_a_step() -> None:
     assert [] == suggestions_of(logged({"collect_s": lambda _: 1.5, "slots_idle_share": lambda _: 0.7}))
 
@@ -168,6 +175,19 @@ def test_healthy_run_is_left_alone(steps: int) -> None:
 @pytest.mark.parametrize("rule", [rule for rule in SITUATIONS if rule != "gradient-leaps"])
 def test_two_steps_are_not_enough(rule: str) -> None:
     assert [] == suggestions_of(logged(SITUATIONS[rule], steps=2))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "rule", "evidence"),
+    [
+        ({"unusable_answers": 3.0, "spent_calls": 8.0}, "unreadable-answers", "3 of 8 answers"),
+        ({"texts_unsent": 1.0}, "unsent-text", "in no model call"),
+    ],
+)
+def test_search_that_cannot_work_is_found_after_one_step(metrics: dict[str, float], rule: str, evidence: str) -> None:
+    logged_once = [Metric(experiment="e", algorithm="apo", step=1, name=n, value=v) for n, v in metrics.items()]
+    (found,) = suggestions_of(logged_once)
+    assert (rule, True) == (found.rule, evidence in found.evidence)
 
 
 def test_each_algorithm_is_looked_at_by_itself_and_unknown_numbers_do_no_harm() -> None:

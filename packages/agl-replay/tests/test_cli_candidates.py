@@ -106,7 +106,7 @@ def test_detail_of_a_version_or_of_a_candidate_tells_its_story(store: Path) -> N
         "step 2: failed race: 0.250 against 0.500 of aa, -0.250 [-0.500, +0.125] on 8 pairs",
         "score on validation tasks: 0.500 [0.250, 0.750] n=8",
         "score on test tasks: 0.500 [0.250, 0.750] n=8",
-        "cost: 9 rollouts of the agent with 70 tokens, 1 questions to the optimiser's model with 80 tokens, "
+        "cost: 9 rollouts of the agent with 70 tokens, 1 question to the optimiser's model with 80 tokens, "
         "0.75 in money",
     ] == lines[2:9]
     refused = agl(store, "show", "prompt", "cc").stdout

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 import agl
 from agl import semconv
+from agl.hints import count_of
 from agl.schemas import ModelCall, ResourceVersion
 from agl_inspect.rollouts.conversations import difference, nearest
 from agl_inspect.terminal.program import cli
@@ -136,7 +137,7 @@ def test_replay_answers_from_the_record(record, kind):
     answers = (TOOL, Reply(text="five")) if kind.startswith("chat") else (Reply(text="five"),)
     record(kind, *answers)
     output = invoke("replay", "latest", "e.toml").output
-    assert f"the agent made exactly the recorded requests ({len(answers)} calls)" in output
+    assert f"the agent made exactly the recorded requests ({count_of(len(answers), 'call')})" in output
     assert 2 == output.count("succeeded, reward 1")
     assert ["five", "five"] == outputs()
 
@@ -146,7 +147,7 @@ def test_replay_answers_with_tool_calls(record, kind):
     if kind.startswith("messages"):
         pytest.importorskip("anthropic", reason="anthropic is not installed")
     record(kind, TOOL)
-    assert "(1 calls)" in invoke("replay", "latest", "e.toml").output
+    assert "(1 call)" in invoke("replay", "latest", "e.toml").output
     first, second = outputs()
     assert first == second
     assert "'a': 2" in first or '"a": 2' in first
@@ -180,7 +181,7 @@ def test_replay_reads_the_experiments_own_store(record, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path / "elsewhere")
-        assert "(1 calls)" in invoke("replay", "latest", "../e.toml").output
+        assert "(1 call)" in invoke("replay", "latest", "../e.toml").output
 
 
 @pytest.mark.parametrize("store", ["memory://", "sqlite:///elsewhere/other.db", "http://127.0.0.1:9"])
@@ -188,7 +189,7 @@ def test_replay_runs_in_the_store_that_has_the_record(record, tmp_path, store):
     record("chat", Reply(text="five"))
     text = (tmp_path / "e.toml").read_text(encoding="utf-8")
     (tmp_path / "e.toml").write_text(text.replace("sqlite:///runs/agl.db", store), encoding="utf-8")
-    assert "(1 calls)" in invoke("replay", "latest", "e.toml", "--store", "runs/agl.db").output
+    assert "(1 call)" in invoke("replay", "latest", "e.toml", "--store", "runs/agl.db").output
     assert ["five", "five"] == outputs()
     assert not (tmp_path / "elsewhere").exists()
 
@@ -310,7 +311,7 @@ def test_replay_runs_a_recorded_command_again(record, tmp_path):
         patch.setenv("OPENAI_API_KEY", "k")
         patch.setenv("OPENAI_BASE_URL", server.base_url)
         invoke("exec", "--", sys.executable, "program.py")
-    assert "made exactly the recorded requests (1 calls)" in invoke("replay", "latest").output
+    assert "made exactly the recorded requests (1 call)" in invoke("replay", "latest").output
 
 
 def test_exec_says_what_to_check_when_it_saw_no_call(tmp_path, monkeypatch):
@@ -347,3 +348,19 @@ def test_server_gives_each_recorded_answer_once_and_all_choices():
         assert 400 == server.answer("/v1/chat/completions", ask)[0]
         assert 400 == server.answer("/v1/unknown", None)[0]
         assert (3, 0, 2) == (server.served, server.unused, len(server.diverged))
+
+
+def test_divergence_is_compared_with_a_recorded_call_that_was_not_made_yet():
+    def ask(text: str) -> dict[str, object]:
+        return {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": text}]}
+
+    calls = [
+        ModelCall(request_id=text, dialect="chat", model="m", request=ask(text), response={"choices": []})
+        for text in ("plan", "write", "review")
+    ]
+    with ReplayServer(calls) as server:
+        assert 200 == server.answer("/v1/chat/completions", ask("plan"))[0]
+        assert 400 == server.answer("/v1/chat/completions", ask("write it"))[0]
+        assert 400 == server.answer("/v1/chat/completions", ask("plan"))[0]
+        assert server.diverged[0].endswith("message 2 (user) was 'write', is 'write it'")
+        assert server.diverged[1].endswith("the request was recorded, and made fewer times")

@@ -230,7 +230,7 @@ def test_emitter_that_raises_is_counted_and_the_others_go_on(recorded: Callable[
     assert "error in 2 rollouts: the reward 'measure:raises' raised KeyError: 'anser' at measure.py:" in result.output
     assert "00002-000: 0.5 -> none" in result.output
     assert "  now    'measure:length' 0.666667 by evaluator" in result.output
-    assert "5 rollouts that had a reward have none now; 0 that had none have one" in result.output
+    assert "5 of them lost their reward, and 0 got their first" in result.output
     several = "several rewards were recorded (measure:length, measure:raises); declare a key or weights for them"
     assert 3 == result.output.count(f"  none because {several}")
 
@@ -343,7 +343,7 @@ def test_nothing_is_written(recorded: Callable[..., None]) -> None:
     ("args", "expected"),
     [
         (("--experiment", "spel"), "no rollout of an experiment 'spel' is recorded"),
-        (("--mode", "val"), "no rollout of 'spell' that is succeeded in mode val is recorded; agl runs lists"),
+        (("--mode", "val"), "no rollout of 'spell' with the status succeeded in mode val is recorded; agl runs lists"),
         (("latest", "--mode", "val"), "name rollouts, or select them with --experiment, --status and --mode, not both"),
         (("--set", "reward=[]"), "the experiment has no [[reward]] to score with"),
         (("--set", "reward.use=measure:missing"), "measure.py has no 'missing'"),

@@ -6,11 +6,13 @@ from typing import Any
 
 import openai
 import pytest
+from click.testing import CliRunner
 
 from agl import AlgorithmEntry, PluginManager, Trainer, hookimpl
 from agl.contracts import AlgorithmContext, StepReport
 from agl.errors import ConfigError
 from agl.schemas import JsonResource, PromptTemplate, Resource
+from agl_inspect.terminal.program import cli
 from agl_run import Quiet, policy
 from agl_run.watch import arrival
 from agl_testing.model_server import ScriptedModelServer
@@ -41,7 +43,7 @@ class CollectingPlugin:
         return [AlgorithmEntry(name="collecting", factory=Collecting, tunes=tunes, needs_token_ids=False)]
 
 
-def fit(folder: Path, server: ScriptedModelServer, resource: Resource, agent: Any) -> None:
+def fit(folder: Path, server: ScriptedModelServer, resource: Resource, agent: Any, *, store: str = "memory://") -> None:
     manager = PluginManager.from_environment()
     manager.register(CollectingPlugin(), name="collecting")
     Trainer(
@@ -49,7 +51,7 @@ def fit(folder: Path, server: ScriptedModelServer, resource: Resource, agent: An
         initial_resources={"clerk": resource},
         policies={"llm": policy("openai", base_url=server.base_url, model="scripted", api_key_env="")},
         gateway="none",
-        store="memory://",
+        store=store,
         folder=folder,
         plugins=manager,
         progress=Quiet(),
@@ -83,13 +85,16 @@ def test_tuned_text_that_appears_in_no_request_ends_the_run(
         fit(tmp_path, model_server, resource, forgets)
 
 
-def test_text_that_few_rollouts_lack_is_only_reported(
+def test_text_that_few_rollouts_lack_is_only_reported_and_logged_for_suggestions(
     tmp_path: Path, model_server: ScriptedModelServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def forgets(task: str, llm: Any) -> float:
         return await ask(llm, "You sell things.")
 
-    fit(tmp_path, model_server, CLERK, forgets)
+    store = f"sqlite:///{tmp_path}/runs.db"
+    fit(tmp_path, model_server, CLERK, forgets, store=store)
+    shown = CliRunner().invoke(cli, ["metrics", "--suggest", "--store", store]).output
+    assert "a tuned text is in no model call" in shown
     assert "nothing of 'clerk', which an algorithm tunes, is in any model call of the first 2 rollouts" in caplog.text
 
 

@@ -104,9 +104,9 @@ def test_placeholders_are_accepted(tmp_path: Path, template: str) -> None:
 
 
 ADAPTER = """
-from agl import TracerEntry, hookimpl
+from agl import TracerEntry, contracts, hookimpl
 
-class Tracer:
+class Tracer(contracts.Tracer):
     def install(self): ...
     def uninstall(self): ...
 
@@ -205,6 +205,9 @@ def test_tasks_that_are_no_objects_are_a_warning(tmp_path: Path) -> None:
 TUNER = """
 from agl import AlgorithmEntry, CreditEntry, hookimpl
 
+class Even:
+    def assign(self, group): ...
+
 class Tuner:
     setup = step = state = restore = None
 
@@ -217,7 +220,7 @@ def agl_algorithms():
 
 @hookimpl
 def agl_credits():
-    yield CreditEntry(name="even", factory=object)
+    yield CreditEntry(name="even", factory=Even)
 """
 
 CREDIT = '[credit]\nuse = "even"\n'

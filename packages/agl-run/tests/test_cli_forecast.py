@@ -105,7 +105,7 @@ def test_plan_says_how_sure_it_is_and_reads_the_trial_again(folder: Path) -> Non
     tasks(folder, *[10, 16] * 50)
     first, again = plan("--seconds", "0"), plan()
 
-    assert "running 16 rollouts (8 tasks, 2 times each)" in first.stderr
+    assert "running 16 rollouts (8 tasks x 2)" in first.stderr
     assert "" == again.stderr
     assert "16 rollouts of 8 tasks, from a trial" in again.stdout
 

@@ -42,10 +42,12 @@ def test_answer_names_the_next_steps_and_the_packages_that_are_missing(template:
     expected = [
         *map(pip_install, missing),
         f"cd {folder}",
+        *filter(None, [TEMPLATES[template].command]),
         *(f"agl {command} experiment.toml" for command in ("check", "dev", "run")),
     ]
     lines = init(str(folder), "-t", template).output.splitlines()
-    assert f"wrote agent.py, experiment.toml, train.jsonl, val.jsonl into {folder}" == lines[0]
+    assert f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} into {folder}" == lines[0]
+    assert {"agent.py", "experiment.toml", "train.jsonl", "val.jsonl"} <= {path.name for path in folder.iterdir()}
     assert f"next ({TEMPLATES[template].before}):" == lines[1]
     assert expected == [line.strip() for line in lines[2:]]
 

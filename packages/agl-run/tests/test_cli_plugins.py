@@ -1,5 +1,6 @@
 """The ``agl`` command: its options, and ``agl plugins``."""
 
+import errno
 import json
 import os
 import subprocess
@@ -184,7 +185,7 @@ def test_plugins_check_names_what_does_not_import(toy):
 def test_plugins_check_of_sound_plugins_says_so(install_plugin):
     install_plugin("agl-fine", "from agl import hookimpl\n", entry="fine")
     result = invoke("plugins", "check", "fine")
-    assert (result.exit_code, result.output) == (0, "1 plugins with 0 components: all well\n")
+    assert (result.exit_code, result.output) == (0, "1 plugin with 0 components: all well\n")
 
 
 def test_plugins_check_tells_a_disabled_name_that_nobody_has(monkeypatch):
@@ -228,3 +229,32 @@ def test_component_whose_extra_is_not_installed_is_named_and_not_wrong(install_p
     assert "toy: optional: the reward 'toy' needs the Python module" in result.output
     assert "pip install 'agl-toy[absent]'" in result.output
     assert "all well" in result.output
+
+
+class Fills:
+    @agl.hookimpl
+    def agl_commands(self) -> list[agl.CommandEntry]:
+        def fill() -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return [agl.CommandEntry(name="fill", factory=click.Command("fill", callback=fill))]
+
+
+def test_full_disk_is_one_line_of_any_command() -> None:
+    manager = agl.PluginManager()
+    manager.register(Fills(), name="fills")
+    done = CliRunner().invoke(cli, ["fill"], obj=manager, prog_name="agl")
+    assert 1 == done.exit_code
+    assert done.stderr.startswith(
+        "Error: the operating system refused: [Errno 28] No space left on device; correct that"
+    )
+
+
+def test_command_ends_although_a_thread_runs_on() -> None:
+    program = (
+        "import sys, threading, time\nfrom agl_inspect.terminal import program\nprogram.PATIENCE_S = 0.1\n"
+        "threading.Thread(target=time.sleep, args=(300,), name='forever').start()\n"
+        "sys.argv = ['agl', '--version']\nprogram.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (0, True) == (done.returncode, "stops threads that still run: forever" in done.stderr), done.stderr

@@ -1,4 +1,4 @@
-"""``agl run``: its final message names the live versions."""
+"""``agl run``: its final message names the live versions, or what is left of a run that was stopped."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 import agl
 from agl.contracts import AlgorithmContext, StepReport
@@ -101,3 +101,28 @@ def test_last_words_name_the_live_version_where_a_newer_one_was_given_up() -> No
     assert "0.95" in agl_(*show.split()[1:])
     assert "0.95" in agl_(*export.split()[1:])
     assert "0.05" in agl_("resources", "show", "prompt")
+
+
+def run(*words: str) -> Result:
+    manager = agl.PluginManager.from_environment()
+    manager.register(WritingPlugin(), name="writing")
+    return CliRunner().invoke(cli, words, obj=manager, prog_name="agl", catch_exceptions=False)
+
+
+def test_interrupt_before_the_run_begins_says_that_there_is_nothing_to_continue(folder: Path) -> None:
+    (folder / "stopped.py").write_text("raise KeyboardInterrupt\n")  # where a person's Ctrl-C would raise it
+    early = ("run", "experiment.toml", "--set", "experiment.agent=stopped:solve", "--quiet")
+
+    done = run(*early)
+    assert (130, True) == (done.exit_code, "stopped before anything was saved" in done.stderr)
+    assert "--resume" not in done.stderr
+    assert 0 == run("run", "experiment.toml", "--quiet").exit_code
+    done = run(*early, "--resume")
+    assert (130, True) == (done.exit_code, "experiment 'kept' is finished, and there is nothing" in done.stderr)
+
+
+def test_what_an_agent_prints_is_not_in_the_json(folder: Path) -> None:
+    (folder / "loud.py").write_text("def solve(task, prompt):\n    print('hello')\n    return 1.0\n")
+    done = run("dev", "experiment.toml", "--json", "--set", "experiment.agent=loud:solve")
+    assert ["episodes"] == list(json.loads(done.stdout))
+    assert "hello" in done.stderr

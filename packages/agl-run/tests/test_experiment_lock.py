@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from agl.errors import ConfigError
-from agl_run.run.session import ExperimentLock
+from agl_run.run.running_experiment import ExperimentLock
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 HOLDER = """
 import sys, time
 from pathlib import Path
-from agl_run.run.session import ExperimentLock
+from agl_run.run.running_experiment import ExperimentLock
 lock = ExperimentLock(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)
@@ -25,7 +26,7 @@ time.sleep(600)
 STARTER = """
 import subprocess, sys
 from pathlib import Path
-from agl_run.run.session import ExperimentLock
+from agl_run.run.running_experiment import ExperimentLock
 lock = ExperimentLock(Path(sys.argv[1]))
 lock.acquire()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
@@ -36,7 +37,7 @@ print(child.pid, flush=True)
 FORKER = """
 import os, sys, time
 from pathlib import Path
-from agl_run.run.session import ExperimentLock
+from agl_run.run.running_experiment import ExperimentLock
 lock = ExperimentLock(Path(sys.argv[1]))
 lock.acquire()
 child = os.fork()
@@ -111,3 +112,10 @@ def test_file_system_without_locks_is_refused_with_the_remedy(tmp_path, monkeypa
     monkeypatch.setattr("fcntl.flock", no_locks)
     with pytest.raises(ConfigError, match=r"trainer\.lock cannot be locked .* workdir to a folder on a local disk"):
         ExperimentLock(tmp_path).acquire()
+
+
+def test_lock_of_a_folder_that_was_removed_is_released(tmp_path):
+    lock = ExperimentLock(tmp_path / "work")
+    lock.acquire()
+    shutil.rmtree(tmp_path / "work")
+    lock.release()

@@ -76,6 +76,15 @@ def test_trial_in_which_every_rollout_failed_has_exit_status_1(
     assert "ValueError: no answer to question 0" in result.output
 
 
+def test_trial_names_the_line_of_the_agents_own_code_at_which_an_error_left_it(tmp_path: Path) -> None:
+    (tmp_path / "parsing_agent.py").write_text("import json\n\n\ndef solve(task):\n    return json.loads(task['do'])\n")
+    changed = ("--set", "experiment.agent=parsing_agent:solve")
+    result = run(tmp_path, train=tasks("raise"), val=[], words=changed, command="dev")
+
+    assert "  json.decoder.JSONDecodeError: Expecting value" in result.output
+    assert "  at parsing_agent.py:5\n" in result.output
+
+
 def test_run_whose_training_rollouts_all_failed_counts_as_failed(tmp_path: Path) -> None:
     result = run(tmp_path, train=tasks("raise", "raise"), val=tasks("work"))
 

@@ -1,4 +1,7 @@
-"""A blocking run finishes its work before it raises an interrupt: one Ctrl-C, two at once, or a second one later."""
+"""A blocking run finishes its work before it raises an interrupt: one Ctrl-C, two at once, or a second one later.
+
+Exits that the work itself raises are errors.
+"""
 
 import asyncio
 import os
@@ -7,6 +10,7 @@ import threading
 
 import pytest
 
+from agl.errors import RunError
 from agl_run.run.blocking import SAME_S, run_blocking
 
 
@@ -62,3 +66,34 @@ def test_interrupt_while_the_work_ends_stops_that_as_well() -> None:
     work = Work(ending_s=60.0)
     interrupted(work, 0.1, SAME_S + 0.1)
     assert (2, True) == (work.stops, work.has_ended)
+
+
+def test_work_that_ends_in_spite_of_an_interrupt_returns_its_result() -> None:
+    began = threading.Event()
+
+    async def work() -> str:
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return "finished"
+        return ""
+
+    def interrupt() -> None:
+        assert began.wait(10)
+        threading.Event().wait(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert "finished" == run_blocking(work)
+    thread.join()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+def test_exit_that_code_of_the_run_raises_is_an_error_with_its_place(error: BaseException) -> None:
+    async def work() -> None:
+        raise error
+
+    with pytest.raises(RunError, match=rf"test_interrupts\.py:\d+ raised {type(error).__name__}"):
+        run_blocking(work)

@@ -88,6 +88,7 @@ async def running_in(store: Store, plan: Plan, **changes: Any) -> AsyncGenerator
         ("http://10.0.0.1:4748", "", "http://10.0.0.1:4748"),
         ("http://0.0.0.0:4748", "trainer", "http://trainer:4748"),
         ("http://[::]:4748", "10.0.0.1", "http://10.0.0.1:4748"),
+        ("http://[::]:4748", "fd00::1", "http://[fd00::1]:4748"),
         ("http://127.0.0.1:4748", "https://gateway.example/", "https://gateway.example"),
     ],
 )

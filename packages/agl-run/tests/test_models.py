@@ -12,7 +12,7 @@ import pytest
 from agl import PluginManager, PolicyEntry, hookimpl
 from agl.errors import ConfigError
 from agl_run import Trainer, policy
-from agl_run.config.records import PolicyConfig
+from agl_run.config.sections import PolicyConfig
 from agl_run.parts.models import policy_params
 from agl_run.plan import Plan
 
@@ -77,7 +77,7 @@ def test_file_is_refused_with_its_folder(tmp_path: Path) -> None:
         given(tmp_path, "models/tiny/config.json")
 
 
-def test_hub_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:
+def test_hub_that_does_not_answer_is_reported_at_once(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"/some/model'; no model of that name is in .*Connection refused"):
         given(tmp_path, "some/model")

@@ -243,7 +243,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "could not be run or judged" in record.getMessage()]
 
 
-def test_reward_that_always_raises_is_told_once_and_counted_while_the_store_keeps_each_error(
+def test_reward_that_always_raises_is_reported_once_and_counted_while_the_store_keeps_each_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(rollout: Rollout, spans: Sequence[Span]) -> float:
@@ -266,7 +266,15 @@ def test_reward_that_always_raises_is_told_once_and_counted_while_the_store_keep
     assert last.startswith("12 attempts in all could not be run or judged for one reason: the reward 'broken' raised")
 
 
-def test_errors_of_rewards_that_differ_are_told_each(caplog: pytest.LogCaptureFixture) -> None:
+def test_reward_that_exits_fails_its_own_rollout() -> None:
+    def leaves(rollout: Rollout, spans: Sequence[Span]) -> float:
+        raise SystemExit(3)
+
+    (error,) = Trainer(rewards=leaves, store="memory://", progress=Quiet()).dev(double, [{"number": 0}]).errors.values()
+    assert "the reward 'leaves' raised SystemExit: 3" in error
+
+
+def test_errors_of_rewards_that_differ_are_reported_each(caplog: pytest.LogCaptureFixture) -> None:
     def broken(rollout: Rollout, spans: Sequence[Span]) -> float:
         raise ValueError(["no answer", "no question"][rollout.task["number"]])
 

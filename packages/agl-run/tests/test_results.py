@@ -107,5 +107,5 @@ def test_result_of_an_experiment_names_the_errors_of_rollouts(tmp_path, caplog):
     trainer = agl.Trainer(store="memory://", name="sometimes", progress=Quiet(), folder=tmp_path)
     result = trainer.fit(sometimes, [0, 1, 2])
     assert (1, "ZeroDivisionError: float division by zero (1)") == (result.failed, result.errors)
-    assert repr(result).endswith("failed             1 rollouts: ZeroDivisionError: float division by zero (1)")
+    assert repr(result).endswith("failed             1 rollout: ZeroDivisionError: float division by zero (1)")
     assert "rollouts" not in repr(msgspec.structs.replace(result, failed=0))

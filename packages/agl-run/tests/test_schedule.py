@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_run.config.records import ScheduleConfig
+from agl_run.config.sections import ScheduleConfig
 from agl_run.run.schedule import alternate, concurrent, run_schedule
 
 

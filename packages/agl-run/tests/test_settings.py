@@ -3,7 +3,7 @@
 from typing import Any
 
 from agl.algorithms import algorithm
-from agl_run.config.records import ExperimentConfig, ExperimentSection
+from agl_run.config.sections import ExperimentConfig, ExperimentSection
 from agl_run.config.training_settings import changed_settings, training_settings
 
 SECRET = "not-for-a-store"

@@ -127,7 +127,7 @@ async def _wait(task: dict[str, int]) -> float:
     return 0.0
 
 
-def test_sink_begins_again_after_errors_which_are_told_once(
+def test_sink_begins_again_after_errors_which_are_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sinking, "PAUSE_S", 0.01)
@@ -221,7 +221,7 @@ def test_what_a_sink_missed_is_written_afterwards_under_the_same_id(tmp_path: Pa
     assert 2 == len(back.tables["rollouts"].rows)
     (end,) = back.ends
     assert ("finished", 1.0) == (end.status, end.summary["reward_after"])
-    assert ["kept-0: 1 steps written to memory"] == said
+    assert ["kept-0: 1 step written to memory"] == said
 
 
 def test_writing_afterwards_says_when_a_sink_fails_or_there_is_nothing_to_write(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_writing_afterwards_says_when_a_sink_fails_or_there_is_nothing_to_write(
     with pytest.raises(ConfigError, match=r"'small' never ran in sqlite:.*runs.db; run it first"):
         sync(None, Kept())
     trainer(tmp_path, Kept(), **settings).fit(solve, val_dataset=TASKS)
-    with pytest.raises(ConfigError, match="'small' has 1 runs; give --run a number up to 1"):
+    with pytest.raises(ConfigError, match="the newest run of 'small' is 1; give --run a number up to it"):
         sync(2, Kept())
     with pytest.raises(ExportError, match="not everything was written; see the warnings above"):
         sync(1, Kept(*[OSError("away")] * 9))

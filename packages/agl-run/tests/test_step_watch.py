@@ -5,7 +5,7 @@ import asyncio
 from agl.contracts import StepReport
 from agl_inspect.advice.suggestions import Suggestion
 from agl_inspect.records.metrics import step_line
-from agl_run.watch.steps import StepWatch
+from agl_run.watch.observers import StepWatch
 
 
 def told(*shares: float | None, reward: float = 0.0, **others: float) -> list[str]:
@@ -21,7 +21,7 @@ async def note(said: list[str], found: Suggestion) -> None:
     said.append(f"{found.evidence}. To change that: {found.change}")
 
 
-def test_three_silent_steps_are_told_once_with_what_to_change() -> None:
+def test_three_silent_steps_are_reported_once_with_what_to_change() -> None:
     (text,) = told(1.0, 0.95, 0.9, 1.0, 1.0, 0.2, 0.2, 0.2, 0.2, 0.2, 1.0, 1.0, 1.0, 1.0, reward=0.02)
     assert text.startswith("95% of the rollouts taught nothing")
     assert "the mean reward is 0.02" in text
@@ -29,7 +29,7 @@ def test_three_silent_steps_are_told_once_with_what_to_change() -> None:
     assert "\n" not in text
 
 
-def test_each_rule_is_told_by_itself_and_the_time_of_a_step_is_not() -> None:
+def test_each_rule_is_reported_by_itself_and_the_time_of_a_step_is_not() -> None:
     assert 2 == len(told(1.0, 1.0, 1.0, 1.0, truncated_share=0.5, collect_s=90.0, update_s=1.0))
 
 

@@ -11,7 +11,7 @@ from agl.errors import ConfigError, TokenError
 from agl_inspect.terminal.program import cli
 from agl_run import ExperimentConfig, ExperimentSection, worker_key
 from agl_run.access.tokens import AttemptTokens
-from agl_run.worker.order import WorkerOrder
+from agl_run.worker.fleet_worker import WorkerOrder
 
 SECRET = "a-secret-of-the-tests-with-enough-characters"
 KEYS = ("AGL_SECRET", "AGL_SECRET_FILE", "AGL_WORKER_TOKEN", "AGL_WORKER_TOKEN_FILE")

@@ -134,7 +134,7 @@ def test_events_that_were_sent_are_not_sent_again_by_another_process(receiver: R
     begun(receiver, tmp_path).end(SinkOutcome(status="failed", error="no rollouts", time=8.0))
 
     assert ["suggestion", "collapse", "failure", "failure"] == receiver.kinds
-    assert "small-1: failed after 9 steps: no rollouts" == receiver.events[2]["text"]
+    assert "small-1: failed after step 9: no rollouts" == receiver.events[2]["text"]
     assert 4 == len({event["id"] for event in receiver.events})
 
 
@@ -273,11 +273,11 @@ def test_run_tells_its_findings_and_its_failure_and_after_a_resume_only_what_is_
 
     trainer(steps=9).fit(solve, TASKS, resume=True)
     assert ["suggestion", "failure", "finished"] == receiver.kinds
-    assert "small-1: finished after 9 steps" == receiver.events[2]["text"]
+    assert "small-1: finished after step 9" == receiver.events[2]["text"]
     assert [] == [record for record in caplog.records if "webhook" in record.getMessage()]
 
 
-def test_address_that_refuses_is_told_once_without_its_path_and_gets_the_rest_afterwards(
+def test_address_that_refuses_is_reported_once_without_its_path_and_gets_the_rest_afterwards(
     receiver: Receiver, trainer: Callable[..., agl.Trainer], caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver.answers = [404] * 1000

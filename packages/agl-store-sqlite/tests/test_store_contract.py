@@ -26,9 +26,6 @@ class OldStore:
     def __init__(self, url):
         self._new = MemoryStore()
 
-    async def save_state(self, states, *, experiment=None, trained=()):
-        await self._new.save_state(states, experiment=experiment, trained=trained)
-
     def __getattr__(self, name):
         if name in ("count_rollouts", "announce"):
             raise AttributeError(name)
@@ -39,11 +36,7 @@ class OldStore:
 def agl_stores():
     yield StoreEntry(name="old", factory=OldStore)
 """
-LACKS = (
-    "the store OldStore of agl-old 0.9 was written for another version of agl-core: it has no count_rollouts(), no "
-    "save_state(leases=...), no announce(). Upgrade it, or use another store; its author adds what is missing, or "
-    "gets it from agl.stores.TableStore as a base class, and checks all with agl_testing.StoreConformance"
-)
+LACKS = "the store 'old' of the plugin 'old' (agl-old 0.9) lacks count_rollouts, announce, which"
 
 
 def solve(task: Any) -> float:
@@ -66,18 +59,15 @@ def test_command_refuses_a_store_that_lacks_a_part_of_the_contract(
     if words[0] == "serve":
         pytest.importorskip("agl_gateway")
     done = CliRunner().invoke(cli, [words[0], "--store", "old://anywhere", *words[1:]])
-    assert (1, f"Error: {LACKS}\n") == (done.exit_code, done.stderr)
+    assert (1, True) == (done.exit_code, done.stderr.startswith(f"Error: {LACKS}")), done.stderr
 
 
 @pytest.mark.usefixtures("old")
-@pytest.mark.parametrize("is_object", [False, True], ids=["url", "object"])
-def test_run_refuses_a_store_that_lacks_a_part_of_the_contract(is_object: bool, tmp_path: Path) -> None:
-    manager = agl.PluginManager.from_environment()
-    store = manager.build(manager.store_entry("old"), url="old://anywhere") if is_object else "old://anywhere"
-    trainer = agl.Trainer(store=store, folder=tmp_path, plugins=manager, progress=Quiet())
+def test_run_refuses_a_store_that_lacks_a_part_of_the_contract(tmp_path: Path) -> None:
+    trainer = agl.Trainer(store="old://anywhere", folder=tmp_path, progress=Quiet())
     with pytest.raises(PluginError) as refused:
         trainer.fit(solve, val_dataset=[1])
-    assert LACKS == str(refused.value)
+    assert str(refused.value).startswith(LACKS)
 
 
 def test_stores_that_come_with_agl_have_the_whole_contract(tmp_path: Path) -> None:

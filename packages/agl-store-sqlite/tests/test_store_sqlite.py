@@ -234,6 +234,17 @@ def test_error_of_a_disk_that_is_full_at_the_first_opening_is_not_hidden(tmp_pat
     assert "failed with 'disk I/O error'" in said  # what SQLite says where a file may grow no further
 
 
+def test_store_whose_file_was_removed_takes_no_more_writes(tmp_path: Path) -> None:
+    async def body() -> None:
+        store = await write(tmp_path / "gone.db", rollouts=1)
+        (tmp_path / "gone.db").unlink()
+        with pytest.raises(StoreError, match=r"gone\.db was removed while this process used it"):
+            await store.enqueue([Rollout(rollout_id="after", task=1)])
+        await store.close()
+
+    asyncio.run(body())
+
+
 def test_removed_rollouts_are_no_lost_changes(tmp_path: Path) -> None:
     async def body() -> None:
         store = await write(tmp_path / "runs.db", rollouts=3)

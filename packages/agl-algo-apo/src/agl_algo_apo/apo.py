@@ -204,7 +204,7 @@ class APO(PromptSearch):
         progress.doubted = progress.stale
         await self.measure_whole(best, step)
         before = scores.rewards(best.id, "val")
-        again = MeasureJob(best, "val", tuple(sorted(before)), scores.next_repeat(best.id, "val"))
+        again = MeasureJob(best, "val", tuple(sorted(before)), scores.next_repeat(best.id))
         await self.evaluator.measure([again], step=step, purpose="doubt")
         # Rewards are means over repeats, so a lucky first measurement is now averaged with a fair one. If nothing
         # changed, agent and reward are deterministic, and further measurements would show nothing new.

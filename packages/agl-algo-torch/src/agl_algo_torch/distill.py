@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from agl.errors import ConfigError
-from agl_algo_torch.data.preparation import ESTIMATOR, estimator_of_samples, live_rows, needed_by, prepare
+from agl_algo_torch.data.credited_rows import ESTIMATOR, estimator_of_samples, live_rows, needed_by, prepare
 from agl_algo_torch.data.teachers import LocalTeacher, ServedTeacher, Teacher, load_tokenizer
 from agl_algo_torch.learner.objective import PolicyObjective, Tally
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, mean, tuned_weights

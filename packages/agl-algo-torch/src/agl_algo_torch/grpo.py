@@ -34,7 +34,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from agl.errors import ConfigError
-from agl_algo_torch.data.preparation import prepare
+from agl_algo_torch.data.credited_rows import prepare
 from agl_algo_torch.learner.anchor import Anchor
 from agl_algo_torch.learner.batch import RowSample
 from agl_algo_torch.learner.objective import PolicyObjective, Tally

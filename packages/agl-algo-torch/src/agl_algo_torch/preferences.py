@@ -64,8 +64,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
+from agl_algo_torch.data.credited_rows import live_rows
 from agl_algo_torch.data.dialogues import WrittenExample, read_answers, read_pairs
-from agl_algo_torch.data.preparation import live_rows
 from agl_algo_torch.data.supply import Age, RolloutSupply, Supplied, SuppliedGroups
 from agl_algo_torch.learner.policy_learner import LearnerSettings, mean
 from agl_algo_torch.learner.tuned_policy import TunedPolicy
@@ -285,7 +285,7 @@ class PreferenceAlgorithm(Supplied, ABC):
                     tokenizer=loaded.tokenizer, max_tokens=loaded.context_length, stop_ids=loaded.stop_ids
                 )
             ]
-            reason = f"{step} steps done" if step >= self._supply.own_steps else ""
+            reason = f"reached steps = {step}" if step >= self._supply.own_steps else ""
             # A text has no rollout id; its file and line stand in for one.
             examples = [Example(chosen=one.where("chosen"), rejected=one.where("rejected")) for one in self._written]
             return SuppliedGroups(groups=[], metrics={}, stop_reason=reason), self.weighed(examples), rows
@@ -463,7 +463,7 @@ class DPO(PreferenceAlgorithm):
             found[pair.chosen]["chosen"] += 1
             found[pair.rejected]["rejected"] += 1
         return {
-            rollout: ", ".join(f"{name} in {count} pairs" for name, count in counted.items())
+            rollout: ", ".join(f"{name} in {count} of the pairs" for name, count in counted.items())
             for rollout, counted in found.items()
         }
 

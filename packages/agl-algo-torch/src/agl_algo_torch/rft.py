@@ -31,7 +31,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from agl.contracts import StepReport
-from agl_algo_torch.data.preparation import live_rows
+from agl_algo_torch.data.credited_rows import live_rows
 from agl_algo_torch.data.supply import Age, RolloutSupply, Supplied
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.learner.tuned_policy import TunedPolicy

@@ -41,8 +41,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from agl.errors import ConfigError
+from agl_algo_torch.data.credited_rows import ESTIMATOR, estimator_of_samples, needed_by, prepare
 from agl_algo_torch.data.lessons import SelfTeacher, TaughtRow, Teaching
-from agl_algo_torch.data.preparation import ESTIMATOR, estimator_of_samples, needed_by, prepare
 from agl_algo_torch.learner.objective import PolicyObjective, Tally
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.learner.scoring import scaled

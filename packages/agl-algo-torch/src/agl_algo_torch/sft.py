@@ -83,13 +83,19 @@ class SFT:
         self._tuned = TunedPolicy("sft", settings=settings, saving=saving)
         self._is_checked = False
 
+    def run_size(self, context: AlgorithmContext) -> tuple[int, int]:
+        """Return the numbers of rollouts, which is 0, and of steps of a run, for `agl check --forecast`."""
+        dialogues = len(read_dialogues(context.folder / self._data))
+        updates = self._updates or math.ceil(dialogues / self._batch_size)
+        return 0, math.ceil(updates / self._updates_per_step)
+
     async def setup(self, context: AlgorithmContext) -> None:
         """Read the dialogues, and check that one policy with reachable weights is tuned."""
         self._context = context
         self._tuned.begin(context, publishes_steps=False)
         self._dialogues = read_dialogues(context.folder / self._data)
         # A step of the optimizer sees B = `batch_size` dialogues; one pass over all of them is ceil(n / B) updates.
-        self._batches = -(-len(self._dialogues) // self._batch_size)  # per epoch; the last one may be smaller
+        self._batches = math.ceil(len(self._dialogues) / self._batch_size)  # per epoch; the last one may be smaller
         self._updates = self._updates or self._batches
         self._tuned.settings = replace(self._tuned.settings, total=self._updates)
 
@@ -128,7 +134,7 @@ class SFT:
             is_finished=is_finished,
             metrics=metrics,
             published=published,
-            stop_reason=f"{self._updates} updates done" if is_finished else "",
+            stop_reason=f"updates done: {self._updates}" if is_finished else "",
         )
 
     def _check(self, learner: PolicyLearner) -> None:

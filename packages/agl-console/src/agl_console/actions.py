@@ -167,7 +167,7 @@ class Cancel(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Describe the effect on the rollout and its worker."""
         rollout, _ = await rollout_of(store, self.rollout)
         if rollout.is_finished:
-            raise ConfigError(f"the rollout {self.rollout} is {rollout.status} already; nothing is left to cancel")
+            raise ConfigError(f"the rollout {self.rollout} has ended ({rollout.status}); nothing is left to cancel")
         doing = "is queued, and no worker will take it" if rollout.status == "queued" else "runs; its worker stops it"
         lines = [
             f"The rollout {self.rollout} {_of(rollout)} {doing}. It will be cancelled for good.",
@@ -179,7 +179,7 @@ class Cancel(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Cancel the rollout, unless it has finished in the meantime."""
         (rollout,) = await store.cancel([self.rollout])
         if rollout.status != "cancelled":
-            raise ConfigError(f"the rollout {self.rollout} was not cancelled: it is {rollout.status} by now")
+            raise ConfigError(f"the rollout {self.rollout} was not cancelled: it has ended ({rollout.status})")
         return Done(f"the rollout {self.rollout} is cancelled", ("rollouts", self.rollout))
 
 

@@ -155,7 +155,7 @@ async def group_view(store: Store, chosen: GroupFilter) -> GroupView:
     if wanted is None or wanted not in ran:
         where = "" if wanted is None else f" in {wanted[0]} step {wanted[1]}"
         raise NotFoundError(
-            "group", chosen.group + where, f"the run {chosen.experiment!r} has {len(every)} rollouts of it in all"
+            "group", chosen.group + where, f"rollouts of it in the run {chosen.experiment!r}: {len(every)}"
         )
     ids = sorted(rollout.rollout_id for rollout in ran[wanted])
     against = chosen.against or ids[0]

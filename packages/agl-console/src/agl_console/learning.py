@@ -34,6 +34,8 @@ METRICS = {
     "silent_share": "rollouts that train nothing",
     "dropped_share": "rollouts that failed or had no reward",
     "evaluator_failed_share": "rollouts that failed because a reward broke",
+    "unusable_answers": "answers of the optimiser's model without a usable text",
+    "texts_unsent": "tuned texts that no model call contains",
     "loss": "",
     "grad_norm": "length of the gradient before clipping",
     "collect_s": "seconds for rollouts",

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from agl.errors import AglError, ConfigError, NotFoundError
 from agl.schemas import Record, to_builtins
 from agl_console.views import View
-from agl_inspect.text import visible
+from agl_inspect.text import ends, visible
 
 _NONE = "\N{EN DASH}"
 """The text that is shown for an unknown number or time."""
@@ -36,6 +36,7 @@ class Pages:
             lstrip_blocks=True,
         )
         self._templates.filters.update(number=number, probability=probability, clock=clock, seconds=seconds, data=data)
+        self._templates.filters.update(dict[str, Any](ends=ends))
         self._templates.globals["link"] = link
         self._store = store
 

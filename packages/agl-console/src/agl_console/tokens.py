@@ -114,7 +114,7 @@ def tokens_view(episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallU
         return TokensView(rollout_id=rollout_id, rows=[], row=0, versions=[], cells=[], previous={}, next={})
     row = next((row for row in episode.rows if row.branch == chosen.row), None)
     if row is None:
-        raise NotFoundError("row", str(chosen.row), f"the rollout {rollout_id} has {len(episode.rows)} rows")
+        raise NotFoundError("row", str(chosen.row), f"rows of the rollout {rollout_id}: {len(episode.rows)}")
     total = len(row.mask)
     if not 0 <= chosen.start < total:
         raise ConfigError(f"the row has {total} tokens and none at {chosen.start}; start below {total}")

@@ -383,7 +383,7 @@ def _found(name: str, wanted: str, labels: Mapping[str, str], known: Mapping[str
     """Return the version that ``wanted`` names, directly or by a label; ``""`` if ``wanted`` is empty."""
     version = labels.get(wanted, wanted)
     if version and version not in known:
-        there = did_you_mean(wanted, [*labels, *known], otherwise=f"{name} has {len(known)} versions: /versions/{name}")
+        there = did_you_mean(wanted, [*labels, *known], otherwise=f"/versions/{name} lists all")
         raise NotFoundError("version", f"{name}@{wanted}", there)
     return version
 

@@ -1,4 +1,4 @@
-"""Words the next step in a message: the name that was probably meant, or the command that installs a package."""
+"""Words parts of messages: the name that was probably meant, the command that installs a package, and counts."""
 
 import os
 import re
@@ -8,12 +8,22 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-__all__ = ["closest", "did_you_mean", "pip_install"]
+__all__ = ["closest", "count_of", "did_you_mean", "pip_install"]
 
 
 def closest(name: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return the choice that is most similar to ``name``; ``""`` if no similarity reaches ``cutoff`` (at most 1)."""
-    return next(iter(get_close_matches(name, list(choices), n=1, cutoff=cutoff)), "")
+    """Return the choice that is most similar to ``name``, or else the shortest that has ``name`` as one of its words.
+
+    Returns ``""`` if no similarity reaches ``cutoff`` (at most 1) and no choice has the word.
+    """
+    every = list(choices)
+    wordy = sorted((choice for choice in every if name in re.split(r"[\W_]", choice)), key=len)
+    return next(iter(get_close_matches(name, every, n=1, cutoff=cutoff) or wordy), "")
+
+
+def count_of(count: int, noun: str) -> str:
+    """Return a count with its noun: ``1 row``, ``2 rows``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def did_you_mean(name: str, choices: Iterable[str], *, otherwise: str = "") -> str:

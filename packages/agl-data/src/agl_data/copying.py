@@ -13,7 +13,7 @@ import click
 from agl import PluginManager
 from agl.contracts import ExperimentRecord, Recording, RolloutQuery, Store, Trained
 from agl.errors import ConfigError, ConflictError, NotFoundError
-from agl.hints import did_you_mean
+from agl.hints import count_of, did_you_mean
 from agl.schemas import Record
 from agl.stores import TableStore, read_recordings
 from agl_inspect.terminal.opening import complete_experiment, new_store, pass_manager, resolve_url, with_store
@@ -70,9 +70,8 @@ def copy(manager: PluginManager, source: str, target: str, names: tuple[str, ...
     if as_json:
         print_json(done)
         return
-    experiments = f"{len(done.experiments)} experiment{'' if len(done.experiments) == 1 else 's'}"
     known = f"; {done.known} were there already" if done.known else ""
-    click.echo(f"copied {experiments} with {done.rollouts} rollouts{known}")
+    click.echo(f"copied {count_of(len(done.experiments), 'experiment')}, {count_of(done.rollouts, 'rollout')}{known}")
 
 
 async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Copied:

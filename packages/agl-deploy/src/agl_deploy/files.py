@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from importlib.util import find_spec
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -94,10 +95,14 @@ def requirement_files(needs: Needs, *, parts: Iterable[str]) -> dict[str, str]:
 
 
 def wheel_command(needs: Needs, folder: str) -> list[str]:
-    """Return the command that builds wheels of distributions without a release; empty if there are none."""
+    """Return the command that builds wheels of distributions without a release; empty if there are none.
+
+    Environments that uv made have no pip; there, uv runs one.
+    """
     if not needs.sources:
         return []
-    return ["python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", f"{folder}/wheels", *needs.sources]
+    pip = ["python", "-m", "pip"] if find_spec("pip") else ["uvx", "--python", _PYTHON, "pip"]
+    return [*pip, "wheel", "--no-deps", "--wheel-dir", f"{folder}/wheels", *needs.sources]
 
 
 def _requirements(needs: Needs, part: str) -> str:
@@ -108,7 +113,7 @@ def _requirements(needs: Needs, part: str) -> str:
 WORKERS = 2
 
 _RUNS = {
-    "gateway": {"networks": ["data", "agents"], "restart": "unless-stopped"},
+    "gateway": {"networks": ["data", "agents"], "restart": "unless-stopped", "volume": "spool"},
     "trainer": {"networks": ["data", "agents"], "restart": "on-failure:5", "volume": "trained", "start_period": "15m"},
     "worker": {"networks": ["agents"], "restart": "on-failure"},
     "console": {"networks": ["data"], "restart": "unless-stopped"},
@@ -313,7 +318,7 @@ def _run_line(needs: Needs) -> str:
 
 SCRIPT = "serve_model.py"
 _WEIGHTS = "/models/served"
-_TAKEN = ("postgres", "gateway", "trainer", "worker", "console", "database", "trained", "dashboard", "ray")
+_TAKEN = ("postgres", "gateway", "trainer", "worker", "console", "database", "spool", "trained", "dashboard", "ray")
 """Names that a deployment uses for its own parts and volumes."""
 
 

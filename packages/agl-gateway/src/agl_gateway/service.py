@@ -18,9 +18,9 @@ from agl_gateway.access.certificate import Certificate
 from agl_gateway.access.identity import Admission, Identities, RunningAttempts
 from agl_gateway.access.quotas import Quotas
 from agl_gateway.access.worker_tokens import WORKER_TOKENS, TokensApi
+from agl_gateway.processes.announcement import GatewayPresence
 from agl_gateway.processes.attempt_facts import PATH, AttemptFacts, AttemptFactsApi
 from agl_gateway.processes.peers import Group, Peers, Siblings
-from agl_gateway.processes.presence import GatewayPresence
 from agl_gateway.record.outage import Outage
 from agl_gateway.record.recorder import Recorder
 from agl_gateway.record.spool_file import SpoolFile
@@ -38,12 +38,13 @@ from agl_gateway.store_api.feed import Feed, QueueLength
 from agl_gateway.store_api.methods import StoreApi
 from agl_gateway.store_api.worker_reach import WorkerReach
 from agl_gateway.store_api.workers import WorkersApi
-from agl_gateway.traffic.api import END, RESOURCES, ConversationsApi, SplitApi
+from agl_gateway.traffic.api import END, RATE, RESOURCES, ConversationsApi, SplitApi
 from agl_gateway.traffic.arms import ArmRoutes, with_distinct_names
 from agl_gateway.traffic.conversations import Conversations
 from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep
 from agl_gateway.traffic.splits import Split, Splitter, check_labels
 from agl_inspect.keys import Keys
+from agl_run import advertised_url
 from agl_run.access import AttemptTokens
 
 _SHUTDOWN_S = 2.0
@@ -57,6 +58,10 @@ _LINGERING_S = 1.0
 
 class GatewayService:
     """A gateway with all of its parts. Construct and use it in one event loop.
+
+    Attributes:
+        url: The base URL at which the gateway listens; ``""`` before the start.
+        advertised: The base URL for other machines.
 
     Args:
         admin_key: A key with the rights of an admin token, or a function that returns such keys, one per line.
@@ -108,7 +113,7 @@ class GatewayService:
         self._presence = GatewayPresence(
             store=store,
             recorder=self.recorder,
-            url=lambda: self._advertised,
+            url=lambda: self.advertised,
             start=self._newest_start,
             is_shared=settings.is_shared,
             group="" if group is None else group.group_id,
@@ -153,14 +158,14 @@ class GatewayService:
             router=self.router,
             arms=self._arms,
             sampling=SamplingRules(store=store, outage=self._outage, position=self._facts.position),
-            sender=Sender(session=self.session, apis=ClientApis(settings.native_apis)),
+            sender=Sender(session=self.session, apis=ClientApis(settings.native_apis), max_answer=settings.max_answer),
             recorder=self.recorder,
         )
         self.routes: tuple[str, ...] = ()
         self._runner: web.ServerRunner | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_running = False
-        self._advertised = ""
+        self.advertised = ""
         self.url = ""
 
     @property
@@ -202,7 +207,7 @@ class GatewayService:
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         scheme = "http" if self._certificate is None else "https"
         self.url = f"{scheme}://{host}:{port}"
-        self._advertised = f"{scheme}://{_reachable(self._settings)}:{port}"
+        self.advertised = advertised_url(self.url, self._settings.advertise)
         self._tasks += [asyncio.create_task(work) for work in self._periodic_work()]
         return self.url
 
@@ -322,12 +327,12 @@ class GatewayService:
         if self._conversations is None:
             return {}
         admission, conversations = self._admission, self._conversations
-        ends = ConversationsApi(admission=admission, conversations=conversations, traffic=self._traffic)
-        routes: dict[str, Handle] = {f"POST {END}": ends.end}
+        api = ConversationsApi(admission=admission, conversations=conversations, traffic=self._traffic)
+        routes: dict[str, Handle] = {f"POST {END}": api.end, f"POST {RATE}": api.rate}
         if self._splitter is None:
             return routes
-        api = SplitApi(admission=admission, store=self.store, split=self._splitter.split, conversations=conversations)
-        return {**routes, "GET /split": api.report, f"GET {RESOURCES}*": api.resource}
+        split = SplitApi(admission=admission, store=self.store, split=self._splitter.split, conversations=conversations)
+        return {**routes, "GET /split": split.report, f"GET {RESOURCES}*": split.resource}
 
     def _new_conversations(self) -> Conversations:
         """Create the part that records conversations; with a split, it queues them through the splitter."""
@@ -384,14 +389,3 @@ def _traffic(settings: Settings, split: Split | None) -> KeptTraffic:
             "--base-rate and --max-spans-per-minute"
         )
     return KeptTraffic(settings.share, idle_s=settings.conversation_idle_s)
-
-
-def _reachable(settings: Settings) -> str:
-    """Return the host name or address under which other machines reach the gateway."""
-    host = settings.advertise or settings.host
-    if host in ("0.0.0.0", "::", ""):
-        try:
-            host = socket.gethostbyname(socket.gethostname())
-        except OSError:
-            host = socket.gethostname()
-    return f"[{host}]" if ":" in host else host

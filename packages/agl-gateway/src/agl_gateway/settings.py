@@ -19,6 +19,7 @@ class EmbeddedSettings:
         tls_key: Private key of the certificate in PEM, unless it is in the same file.
         audit_log: Append a line of JSON to this file for each privileged action.
         timeout_s: Seconds that a backend may be silent.
+        max_answer: Largest answer of a backend in bytes, which the gateway holds in memory until it is recorded.
         max_calls: Model calls that one attempt may make; conversations have no limit.
         max_spans: Spans that one attempt may append with its token.
         helpers: Whether calls of coding agents for titles, summaries and the like are marked as helper calls, which
@@ -36,6 +37,7 @@ class EmbeddedSettings:
     tls_key: str = ""
     audit_log: str = ""
     timeout_s: float = 600.0
+    max_answer: int = 32 * 1024 * 1024
     max_calls: int = 100_000
     max_spans: int = 1_000_000
     helpers: bool = True

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from agl.contracts import ExperimentRecord, Store
+from agl.hints import count_of
 from agl.schemas import Record, ResourceVersion
+from agl_inspect.text import ends
 
 _DECISIONS = {"pool": "accepted", "proposed": "undecided", "rejected": "refused", "beaten": "beaten"}
 
@@ -40,7 +42,7 @@ class Interval(Record, frozen=True, kw_only=True, omit_defaults=False):
     @property
     def words(self) -> str:
         """The mean, the interval and the number of values, in one line."""
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}] n={self.n}"
+        return f"{self.mean:.3f}{ends(self.low, self.high)} n={self.n}"
 
 
 class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -70,8 +72,8 @@ class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
         parts = [f"{'passed' if self.has_passed else 'failed'} {self.gate}"]
         if self.score is not None and self.rival_score is not None:
             parts.append(f"{self.score:.3f} against {self.rival_score:.3f} of {self.rival}")
-        if self.gain is not None:
-            parts.append(f"{self.gain.mean:+.3f} [{self.gain.low:+.3f}, {self.gain.high:+.3f}] on {self.gain.n} pairs")
+        if (gain := self.gain) is not None:
+            parts.append(f"{gain.mean:+.3f}{ends(gain.low, gain.high, '+.3f')} on {count_of(gain.n, 'pair')}")
         return ": ".join([parts[0], ", ".join([*parts[1:], *([self.reason] if self.reason else [])])]).rstrip(": ")
 
 
@@ -144,8 +146,8 @@ class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
         yield from (f"step {gate.step}: {gate.words}" for gate in self.gates)
         yield from (f"score on {how}: {score.words}" for how, score in self.scores.items())
         yield (
-            f"cost: {self.agent.rollouts} rollouts of the agent with {self.agent.tokens} tokens, "
-            f"{self.optimizer.calls} questions to the optimiser's model with {self.optimizer.tokens} tokens"
+            f"cost: {count_of(self.agent.rollouts, 'rollout')} of the agent with {self.agent.tokens} tokens, "
+            f"{count_of(self.optimizer.calls, 'question')} to the optimiser's model with {self.optimizer.tokens} tokens"
             f"{f', {self.money:.4g} in money' if self.money else ''}"
         )
 

@@ -13,7 +13,9 @@ from statistics import NormalDist, covariance, fmean, variance
 from typing import Any
 
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl.schemas import Record
+from agl_inspect.text import ends
 
 FEWEST_ALIKE = 6
 """From this number of tasks on, differences that are all equal count as significant.
@@ -55,19 +57,18 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     @property
     def words(self) -> str:
         """The comparison in one line."""
-        paired = f", paired by {self.paired_tasks} tasks" if self.paired_tasks else ""
-        return (
-            f"difference {self.difference:+.4f}, {self.confidence:.0%} interval [{self.low:+.4f}, "
-            f"{self.high:+.4f}]{_ratio(self)}{paired}, {self.old_count} and {self.new_count} rollouts"
-        )
+        paired = f", paired by {count_of(self.paired_tasks, 'task')}" if self.paired_tasks else ""
+        interval = ends(self.low, self.high, "+.4f", label=f", {self.confidence:.0%} interval")
+        counts = f"{self.old_count} and {count_of(self.new_count, 'rollout')}"
+        return f"difference {self.difference:+.4f}{interval}{_ratio(self)}{paired}, {counts}"
 
 
 def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0.95) -> Comparison:
     """Compare two samples of rewards; raises :class:`ConfigError` if a sample has fewer than two rewards."""
     if len(old) < 2 or len(new) < 2:
         raise ConfigError(
-            f"there are {len(old)} rewards of the old version and {len(new)} of the new one, and an interval needs two "
-            "of each at least; record more rollouts"
+            f"there are {count_of(len(old), 'reward')} of the old version and {len(new)} of the new one, and an "
+            "interval needs two of each at least; record more rollouts"
         )
     parts = variance(old) / len(old), variance(new) / len(new)
     quantile = student_quantile(0.5 + _checked(confidence) / 2, _freedom(parts, (len(old), len(new))))
@@ -84,7 +85,8 @@ def compare_tasks(
     """
     common = [task for task in old if task in new]
     if len(common) < 2:
-        raise ConfigError(f"{len(common)} tasks are in both samples, and an interval needs two at least")
+        shared = count_of(len(common), "task")
+        raise ConfigError(f"the samples have {shared} in common, and an interval needs two at least")
     first, second = ([fmean(rewards[task]) for task in common] for rewards in (old, new))
     n = len(common)
     compared = _compared(
@@ -166,8 +168,9 @@ def check_better(old: tuple[str, Sequence[float]], new: tuple[str, Sequence[floa
     head = f"{new[0]} is not shown to be better than {old[0]}"
     if min(len(old[1]), len(new[1])) < max(2, bar.min_rollouts):
         raise ConfigError(
-            f"{head}: there are {len(old[1])} rewards of the old version and {len(new[1])} of the new one, and the "
-            f"criterion wants {max(2, bar.min_rollouts)} of each; record more rollouts, or lower --min-rollouts"
+            f"{head}: there are {count_of(len(old[1]), 'reward')} of the old version and {len(new[1])} of the new "
+            f"one, and the criterion wants {max(2, bar.min_rollouts)} of each; record more rollouts, or lower "
+            "--min-rollouts"
         )
     result = compare(old[1], new[1], confidence=bar.confidence)
     if result.low <= bar.min_gain:
@@ -181,11 +184,9 @@ def check_better(old: tuple[str, Sequence[float]], new: tuple[str, Sequence[floa
 def _ratio(result: Comparison) -> str:
     if result.policy_improvement_ratio is None:
         return ", no ratio to a mean that is not above 0"
-    if result.ratio_low is None:
-        ends = "without interval, because the old mean is not clear of 0"
-    else:
-        ends = f"[{result.ratio_low:.3f}, {result.ratio_high:.3f}]"
-    return f", policy_improvement_ratio {result.policy_improvement_ratio:.3f} {ends}"
+    unknown = " without interval, because the old mean is not clear of 0" if result.ratio_low is None else ""
+    interval = ends(result.ratio_low, result.ratio_high) or unknown
+    return f", policy_improvement_ratio {result.policy_improvement_ratio:.3f}{interval}"
 
 
 def student_quantile(probability: float, freedom: float) -> float:

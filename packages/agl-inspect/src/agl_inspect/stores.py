@@ -1,25 +1,19 @@
-"""Opens stores by their URLs, checks them, and renders the commands that messages propose for them.
+"""Opens stores by their URLs, and renders the commands that messages propose for them.
 
 - Before a store is opened, its URL is checked. Without a URL, the SQLite files of a folder are listed.
-- A store that lacks a part of the contract is refused, for example because its plugin is older than agl-core. Only the
-  names of methods and of their keyword arguments are compared; ``agl_testing.StoreConformance`` tests their behaviour.
 - A proposed command works when it is pasted into the same shell. It names the store, unless the command would find the
   store anyway, in ``AGL_STORE`` or as the only one in ``runs/``. Passwords are left out: PostgreSQL reads them from
   ``PGPASSWORD`` or a password file, and a served store reads its token from ``AGL_TOKEN``.
 """
 
-import inspect
 import os
 import re
 import shlex
-from collections.abc import Callable
-from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
 from agl import PluginManager
 from agl.contracts import Store
-from agl.errors import ConfigError, PluginError, StoreError
+from agl.errors import ConfigError, StoreError
 from agl.stores import TableStore, shown_url
 
 SQLITE = "sqlite:///"
@@ -83,11 +77,6 @@ def without_password(url: str) -> str:
     return shown.replace("://", f"://{user[1]}@", 1) if user else shown
 
 
-_METHODS: dict[str, Callable[..., Any]] = {
-    name: method for name, method in vars(Store).items() if inspect.isfunction(method) and not name.startswith("_")
-}
-
-
 def build_store(manager: PluginManager, url: str) -> Store:
     """Open the store at a URL.
 
@@ -95,46 +84,7 @@ def build_store(manager: PluginManager, url: str) -> Store:
         ConfigError: No plugin has a store for the URL's scheme, or the store cannot use the URL.
         PluginError: The store lacks a part of the contract.
     """
-    return checked_store(manager.build(manager.store_entry(url.partition("://")[0]), url=url))
-
-
-def checked_store(store: Any) -> Store:
-    """Return ``store``; raises :class:`PluginError`, which names the missing methods, if the store lacks any."""
-    lacks = [text for name, method in _METHODS.items() if (text := _lacking(store, name, method))]
-    if lacks:
-        origin = _distribution(store) or f"the module {type(store).__module__}"
-        raise PluginError(
-            f"the store {type(store).__name__} of {origin} was written for another version of agl-core: it has no "
-            f"{', no '.join(lacks)}. Upgrade it, or use another store; its author adds what is missing, or gets it "
-            "from agl.stores.TableStore as a base class, and checks all with agl_testing.StoreConformance"
-        )
-    return store
-
-
-def _lacking(store: Any, name: str, method: Callable[..., Any]) -> str:
-    """Describe which method, or which of its keyword arguments, a store lacks; ``""`` if it lacks nothing."""
-    own = getattr(store, name, None)
-    if not callable(own):
-        return f"{name}()"
-    try:
-        known = inspect.signature(own).parameters.values()
-    except ValueError:  # a method that is written in C has no signature
-        return ""
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known):
-        return ""
-    names = {parameter.name for parameter in known}
-    wanted = (p.name for p in inspect.signature(method).parameters.values() if p.kind is p.KEYWORD_ONLY)
-    absent = [f"{each}=..." for each in wanted if each not in names]
-    return f"{name}({', '.join(absent)})" if absent else ""
-
-
-def _distribution(store: Any) -> str:
-    """Return the name and version of the distribution that provides the store's class; ``""`` if unknown."""
-    top = type(store).__module__.partition(".")[0]
-    for found in distributions():
-        if any(point.module.partition(".")[0] == top for point in found.entry_points.select(group="agl")):
-            return f"{found.name} {found.version}"
-    return ""
+    return manager.build(manager.store_entry(url.partition("://")[0]), url=url)
 
 
 MEMORY = "memory:"

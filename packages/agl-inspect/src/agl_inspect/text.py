@@ -1,5 +1,6 @@
 """Makes text of agents and models safe for a terminal, and shortens text to one line."""
 
+from math import inf
 from typing import Any
 
 from agl.schemas import to_json
@@ -15,9 +16,13 @@ def visible(text: str) -> str:
     return text.translate(_VISIBLE)
 
 
-def count_of(count: int, noun: str) -> str:
-    """Return a count with its noun: ``1 row``, ``2 rows``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def ends(low: float | None, high: float | None, form: str = ".3f", *, label: str = "") -> str:
+    """Return the ends of an interval as ``LABEL [LOW, HIGH]``; ``""`` for ends that are unknown, infinite or equal.
+
+    Values that happen to be equal leave an interval without a width, which would look like certainty.
+    """
+    is_shown = low is not None and high is not None and -inf < low < high < inf
+    return f"{label} [{low:{form}}, {high:{form}}]" if is_shown else ""
 
 
 def short(value: Any, limit: int = 60) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
-from agl.hints import did_you_mean
+from agl.hints import count_of, did_you_mean
 from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
 from agl_inspect.records import labels
 from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, TRIAL, group_id_of
@@ -20,6 +20,7 @@ from agl_inspect.records.state import unsaved
 from agl_inspect.searches import Candidate, candidates_of, owner_of
 from agl_inspect.statistics import Comparison, compare, compare_tasks, interval
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
+from agl_inspect.text import ends
 
 _MANY = 1000
 
@@ -82,7 +83,7 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
         if not self.rewards:
             return "no finished rollout with a reward ran with it"
         low, high = interval(self.rewards, confidence=confidence)
-        return f"mean {fmean(self.rewards):.4f} [{low:.4f}, {high:.4f}] over {len(self.rewards)} rollouts"
+        return f"mean {fmean(self.rewards):.4f}{ends(low, high, '.4f')} over {count_of(len(self.rewards), 'rollout')}"
 
 
 async def list_versions(
@@ -103,7 +104,7 @@ async def list_versions(
         versions = [await _newest_published(store, v, pointing[v.name]) for v in versions]
     kept = [v for v in versions if has_candidates or not _is_only_tried(v, pointing[v.name])]
     scores = {
-        (score.name, score.version): f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}] n={score.n} ({score.how})"
+        (score.name, score.version): f"{score.mean:.3f}{ends(score.low, score.high)} n={score.n} ({score.how})"
         for n in names
         for score in await store.scores(n)
     }
@@ -170,7 +171,7 @@ async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) 
             counts.update((rollout.resources[name], trial) for rollout in page if name in rollout.resources)
     found: dict[str, list[str]] = {}
     for (version, trial), count in counts.items():
-        found.setdefault(version, []).append(f"{count} rollout{'' if count == 1 else 's'} of {trial}")
+        found.setdefault(version, []).append(f"{count_of(count, 'rollout')} of {trial}")
     return {version: ", ".join(words) for version, words in found.items()}
 
 
@@ -191,7 +192,8 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
     if wanted not in versions:
         wanted = next((c.versions.get(name, wanted) for c in reversed(tried) if c.id == wanted), wanted)
     if wanted not in versions:
-        hint = f"there are the labels {sorted(names)} and {len(versions)} versions; see agl resources list {name}"
+        there = f"the labels {sorted(names)} and {count_of(len(versions), 'version')}"
+        hint = f"there are {there}; see agl resources list {name}"
         hint = did_you_mean(wanted, [*names, *versions], otherwise=hint)
         raise NotFoundError("version", f"{name}@{wanted}", hint)
     version = versions[wanted]
@@ -289,7 +291,7 @@ def _why_not(old: Arm, new: Arm, common: int) -> str:
     for arm in (old, new):
         if not arm.validated:
             return f"not paired by task: {arm.version} has no validation with a reward"
-    counts = f"{len(old.validated)} and {len(new.validated)} validation tasks"
+    counts = f"{len(old.validated)} and {count_of(len(new.validated), 'validation task')}"
     return f"not paired by task: of {counts} only {common} are in both"
 
 

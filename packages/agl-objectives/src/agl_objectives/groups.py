@@ -64,9 +64,6 @@ DROPPED = (
 )
 """Note of `agl why` on the calls of a group that was replaced."""
 
-UNFINISHED = ("failed", "cancelled")
-"""Statuses of rollouts whose missing reward does not mean that the experiment has no rewards."""
-
 GREEDY = "not trained: its greedy answers are the baseline of its task"
 """Note of `agl why` on the calls of a greedy rollout."""
 
@@ -223,7 +220,7 @@ class GroupSampler:
         if greedy is not None:
             sampled = self._compared(sampled, greedy)
         if self._has_curriculum:
-            self._require_rewards(step, [e for e in sampled.episodes if e.rollout.status not in UNFINISHED])
+            self._require_rewards(step, [e for e in sampled.episodes if e.rollout.status == "succeeded"])
         self._draws.note(sampled.episodes, places)
         # Rollouts that the experiment drops, because they failed or have no reward.
         sampled.metrics.update({f"dropped_{reason}": float(count) for reason, count in sampled.dropped.items()})

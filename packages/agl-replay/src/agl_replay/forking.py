@@ -44,7 +44,7 @@ async def fork_rollout(
     """
     prompts = {name: version for name, version in recorded.resources.items() if name in plan.resources}
     async with trial(plan, record_as=f"{plan.name}{FORKS}", progress=progress, live=prompts) as driver:
-        store = driver.session.store
+        store = driver.running.store
         collector = driver.collector(f"fork-{time.time_ns() // 1_000_000}", None)
         found.rollouts = collector.forks(recorded, fork, n=n)
         try:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from agl import semconv
 from agl.dialects import call_messages
+from agl.hints import count_of
 from agl.schemas import Episode, Json, Record, ResourceVersion, Rollout, Span, to_json
 from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, error_of
 from agl_inspect.rollouts.conversations import labelled_texts
@@ -84,19 +85,19 @@ async def try_versions(plan: Plan, contest: Contest, *, progress: Progress, foun
         found.versions = [await _published(driver, contest.name, version) for version in contest.versions]
         collector = driver.collector(f"try-{time.time_ns() // 1_000_000}", None)
         arms = [{contest.name: version.version} for version in found.versions]
-        found.rollouts = collector.side_by_side(contest.tasks, arms, n=contest.samples, mode="test")
+        found.rollouts = collector.side_by_side(contest.tasks, arms, n=contest.samples)
         try:
             episodes = await collector.run(found.rollouts)
             found.is_complete = True
             driver.agreement.report(episodes, trains=False)
         finally:
-            await cancel_unfinished(driver.session.store, driver.name)
-            ended = await read_ended(driver.session.store, found.rollouts)
+            await cancel_unfinished(driver.running.store, driver.name)
+            ended = await read_ended(driver.running.store, found.rollouts)
             found.ran = {one.rollout.rollout_id: Ran(collector.episode(one), one.spans) for one in ended}
 
 
 async def _published(driver: Driver, name: str, version: ResourceVersion | None) -> ResourceVersion:
-    live = driver.session.live
+    live = driver.running.live
     if version is None:
         return live.current(name)
     parent = version.parent or (live.current(name).version if version.metadata.get("origin") == ORIGIN else "")
@@ -246,7 +247,7 @@ def compare_pair(tasks: Sequence[TriedTask], mark: str, baseline: str) -> TriedP
     pair = TriedPair(mark=mark, baseline=baseline, comparison=None, verdict="unclear", needed_tasks=None, words="")
     head = f"{mark} against {baseline}"
     if len(differences) < 2:
-        few = f"{_count(len(differences), 'task')} with rewards of both, and an interval needs two"
+        few = f"{count_of(len(differences), 'task')} with rewards of both, and an interval needs two"
         return replace(pair, words=f"{head}: cannot tell apart: {few}")
     samples = [
         {str(task.number): scores for task in tasks if (scores := task.scores(each))} for each in (baseline, mark)
@@ -302,9 +303,9 @@ def print_report(report: TrialReport, *, is_full: bool) -> None:
     columns = ("task", *marks, *(f"{mark} - {marks[0]}" for mark in marks[1:]), "what")
     print_table(columns, [_row(task, marks) for task in shown], whole=columns[:-1])
     if len(shown) < len(ordered):
-        echo(f"… and {len(ordered) - len(shown)} tasks that differ less; --full shows them, and every answer")
+        echo(f"… and {len(ordered) - len(shown)} more of smaller differences; --full shows them, and every answer")
     if len(begun) < len(report.tasks):
-        echo(f"no rollout of {_count(len(report.tasks) - len(begun), 'task')} has ended")
+        echo(f"no rollout of {count_of(len(report.tasks) - len(begun), 'task')} has ended")
     for line in _failures(report):
         echo(line)
     if is_full:
@@ -382,10 +383,11 @@ def _verdict(
 
 
 def _words(comparison: Comparison, verdict: str, needed: int | None, differences: Sequence[float]) -> str:
-    count = _count(len(differences), "task")
+    count = count_of(len(differences), "task")
     if not any(differences):
         return f"cannot tell apart: the same reward on each of {count}"
-    interval = f"95 % interval {comparison.low:.3g} to {comparison.high:.3g}, {count}"
+    ends = f"95 % interval {comparison.low:.3g} to {comparison.high:.3g}, "
+    interval = f"{ends if comparison.low < comparison.high else ''}{count}"
     if verdict != "unclear":
         return f"{verdict} by {abs(comparison.difference):.3g}, {interval}"
     if len(set(differences)) == 1:
@@ -430,9 +432,9 @@ def _failures(report: TrialReport) -> Iterator[str]:
         kinds = Counter(kind_of(each.error) for each in failed)
         for kind, count in kinds.most_common(MOST_FREQUENT):
             first = next(each for each in failed if kind_of(each.error) == kind)
-            yield f"failed with {mark}: {_count(count, 'rollout')}, such as {first.rollout_id}: {first.error}"
+            yield f"failed with {mark}: {count_of(count, 'rollout')}, such as {first.rollout_id}: {first.error}"
         if more := len(failed) - sum(count for _, count in kinds.most_common(MOST_FREQUENT)):
-            yield f"failed with {mark}: {_count(more, 'rollout')} with other errors; --full shows them"
+            yield f"failed with {mark}: {count_of(more, 'rollout')} with other errors; --full shows them"
 
 
 def _answers(task: TriedTask) -> Iterator[str]:
@@ -450,7 +452,3 @@ def _of_candidate(each: TriedCandidate) -> tuple[str, ...]:
         *(str(each.rollouts), str(each.failed), str(each.without_reward)),
         *(f"{each.tokens:.0f}" if each.tokens else "-", "-" if each.seconds is None else f"{each.seconds:.2f}"),
     )
-
-
-def _count(number: int, unit: str) -> str:
-    return f"{number} {unit}{'' if number == 1 else 's'}"

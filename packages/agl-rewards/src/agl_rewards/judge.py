@@ -26,6 +26,7 @@ import msgspec
 from agl.contracts import RewardSetup
 from agl.errors import AglError, ConfigError
 from agl.schemas import LLM, Json, PromptTemplate, Record, Reward, Rollout, Span
+from agl.stores import base_url_of
 from agl_rewards.source import as_text, task_fields, text_source
 
 TEMPLATE = """\
@@ -183,17 +184,17 @@ class _ScoreReader:
 
 
 def _of_endpoint(endpoint: Endpoint) -> LLM:
-    if not endpoint.base_url.startswith(("http://", "https://")) or not endpoint.model:
+    base_url = base_url_of(endpoint.base_url, who="the judge's base_url")
+    if not endpoint.model:
         raise ConfigError(
-            f"judge got base_url = {endpoint.base_url!r} and model = {endpoint.model!r}; write "
-            'model = { base_url = "http://HOST:PORT/v1", model = "NAME" }'
+            'the judge names no model; write model = { base_url = "http://HOST:PORT/v1", model = "NAME" }'
         )
     if endpoint.api_key_env and not os.environ.get(endpoint.api_key_env):
         raise ConfigError(
             f"the judge needs the environment variable {endpoint.api_key_env}, which is not set; set it, or name "
             "another with api_key_env"
         )
-    return LLM(endpoint=endpoint.base_url, model=endpoint.model, api_key_env=endpoint.api_key_env)
+    return LLM(endpoint=base_url, model=endpoint.model, api_key_env=endpoint.api_key_env)
 
 
 def _of_policy(name: str, setup: RewardSetup | None) -> LLM:

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from agl_run.agents.agent import LoadedAgent as LoadedAgent
     from agl_run.config.file import load_config as load_config
     from agl_run.config.file import parse_config as parse_config
-    from agl_run.config.records import ExperimentConfig as ExperimentConfig
-    from agl_run.config.records import ExperimentSection as ExperimentSection
-    from agl_run.config.records import GatewayConfig as GatewayConfig
-    from agl_run.config.records import PolicyConfig as PolicyConfig
-    from agl_run.config.records import ResourceConfig as ResourceConfig
-    from agl_run.config.records import RetentionConfig as RetentionConfig
-    from agl_run.config.records import RunnerConfig as RunnerConfig
-    from agl_run.config.records import ScheduleConfig as ScheduleConfig
-    from agl_run.config.records import policy as policy
-    from agl_run.config.records import runner as runner
+    from agl_run.config.sections import ExperimentConfig as ExperimentConfig
+    from agl_run.config.sections import ExperimentSection as ExperimentSection
+    from agl_run.config.sections import GatewayConfig as GatewayConfig
+    from agl_run.config.sections import PolicyConfig as PolicyConfig
+    from agl_run.config.sections import ResourceConfig as ResourceConfig
+    from agl_run.config.sections import RetentionConfig as RetentionConfig
+    from agl_run.config.sections import RunnerConfig as RunnerConfig
+    from agl_run.config.sections import ScheduleConfig as ScheduleConfig
+    from agl_run.config.sections import policy as policy
+    from agl_run.config.sections import runner as runner
     from agl_run.display.progress import Progress as Progress
     from agl_run.display.progress import Quiet as Quiet
     from agl_run.messages import Messages as Messages
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from agl_run.runners.local import AsyncRunner as AsyncRunner
     from agl_run.runners.refusals import KEY_ADVICE as KEY_ADVICE
     from agl_run.runners.setup import RunContext as RunContext
+    from agl_run.worker.address import advertised_url as advertised_url
+    from agl_run.worker.address import is_loopback as is_loopback
     from agl_run.worker.heap import settle_heap as settle_heap
     from agl_run.worker.worker import Worker as Worker
 
@@ -56,7 +58,7 @@ _HOMES = {
     "agl_run.access.worker_token": ("WORKER_TOKEN_ENV", "WORKER_TOKEN_FILE_ENV", "WorkerKey", "worker_key"),
     "agl_run.agents.agent": ("Agent", "AgentSpec", "LoadedAgent"),
     "agl_run.config.file": ("load_config", "parse_config"),
-    "agl_run.config.records": (
+    "agl_run.config.sections": (
         "ExperimentConfig",
         "ExperimentSection",
         "GatewayConfig",
@@ -76,6 +78,7 @@ _HOMES = {
     "agl_run.runners.local": ("AsyncRunner",),
     "agl_run.runners.refusals": ("KEY_ADVICE",),
     "agl_run.runners.setup": ("RunContext",),
+    "agl_run.worker.address": ("advertised_url", "is_loopback"),
     "agl_run.worker.heap": ("settle_heap",),
     "agl_run.worker.worker": ("Worker",),
 }

@@ -8,6 +8,7 @@ from agl.contracts import ServedModel
 from agl.episodes import final_text
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import LLM, Json, Resource, ResourceVersion, Reward, Rollout, Span
+from agl.stores import base_url_of
 
 
 class ExactMatch:
@@ -74,12 +75,10 @@ class OpenAIPolicy:
         has_token_ids: bool = False,
         sampling_parameters: dict[str, Json] | None = None,
     ) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"policy {name!r}: base_url {base_url!r} is not a URL; write http://HOST:PORT/v1")
         self._name = name
         self.has_token_ids = has_token_ids
         self._served = ServedModel(
-            base_urls=(base_url.rstrip("/"),),
+            base_urls=(base_url_of(base_url, who=f"policy {name!r}: base_url"),),
             model=model,
             api_key_env=api_key_env,
             sampling_parameters=sampling_parameters or {},

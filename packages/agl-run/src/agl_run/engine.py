@@ -17,11 +17,11 @@ from agl_run.run.blocking import run_blocking as run_blocking
 from agl_run.run.collector import Collector as Collector
 from agl_run.run.collector import cancel_unfinished as cancel_unfinished
 from agl_run.run.driver import Driver as Driver
-from agl_run.run.episodes import read_finished as read_finished
-from agl_run.run.episodes import score_options as score_options
-from agl_run.run.session import open_store as open_store
-from agl_run.run.session import store_url_of as store_url_of
+from agl_run.run.running_experiment import open_store as open_store
+from agl_run.run.running_experiment import store_url_of as store_url_of
 from agl_run.run.trainer import Trainer as Trainer
+from agl_run.run.training_episodes import read_finished as read_finished
+from agl_run.run.training_episodes import score_options as score_options
 from agl_run.run.trial import reached as reached
 from agl_run.run.trial import trial as trial
 from agl_run.runners.judging import rewards_of as rewards_of

@@ -13,7 +13,7 @@ from agl.contracts import Algorithm
 from agl.schemas import Json
 
 if TYPE_CHECKING:
-    from agl_run.worker.order import WorkerOrder
+    from agl_run.worker.fleet_worker import WorkerOrder
 
 LOOP_ROLLOUTS = 256
 """The most rollouts that one event loop should run at once; with more, their calls wait for each other."""

@@ -16,7 +16,7 @@ from agl.errors import AglError, ConfigError
 from agl.schemas import Json, Resource
 from agl_run.access.tokens import PLACEHOLDER_KEY
 from agl_run.agents.agent import AgentSpec, LoadedAgent
-from agl_run.config.records import ExperimentConfig, RunnerConfig
+from agl_run.config.sections import ExperimentConfig, RunnerConfig
 from agl_run.fleet import Fleet
 from agl_run.runners.setup import environment, without_proxy
 

@@ -14,7 +14,7 @@ from agl.hints import did_you_mean
 from agl_inspect.stores import located
 from agl_inspect.terminal.opening import resolve_url
 from agl_run.config.file import load_config, load_data, parse_config
-from agl_run.config.records import ExperimentConfig
+from agl_run.config.sections import ExperimentConfig
 from agl_run.display.progress import Progress
 from agl_run.run.trainer import Trainer
 from agl_run.worker.cluster_share import on_ray

@@ -105,7 +105,7 @@ class WebhookSink:
         """Send the run's outcome, unless a person stopped the run; returns the number of sent events as text."""
         kind = {"finished": "finished", "failed": "failure"}.get(end.status, "")
         if kind:
-            words = f"failed after {self._step} steps: {end.error}" if kind == "failure" else _result(end, self._step)
+            words = f"failed after step {self._step}: {end.error}" if kind == "failure" else _result(end, self._step)
             more: dict[str, Json] = {"step": self._step, "time": end.time, "summary": end.summary, "error": end.error}
             self._send(kind, f"{self._step}/{end.time:.0f}", words, more)
         return f"{self._count} event{'' if self._count == 1 else 's'}"
@@ -211,7 +211,7 @@ def _sentence(found: dict[str, Any]) -> str:
 def _result(end: SinkOutcome, steps: int) -> str:
     rewards = {when: end.summary.get(f"reward_{when}") for when in ("before", "after")}
     shown = [f"{value:.3f} {when}" for when, value in rewards.items() if isinstance(value, float)]
-    return "; validation reward: ".join(filter(None, (f"finished after {steps} steps", ", ".join(shown))))
+    return "; validation reward: ".join(filter(None, (f"finished after step {steps}", ", ".join(shown))))
 
 
 def _as_mrkdwn(text: str) -> str:

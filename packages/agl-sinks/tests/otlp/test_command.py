@@ -56,7 +56,7 @@ def test_a_backend_that_refuses_is_named_with_the_next_step(recorded: Path, back
 
     text = str(refused.value)
     assert f"{backend.url}/v1/traces answered 404 Not Found: no; check the path of the endpoint" in text
-    assert "0 rollouts were sent before, and sending them again adds nothing" in text
+    assert "0 rollouts sent before; sending them again adds nothing" in text
     assert "Traceback" not in text
 
 

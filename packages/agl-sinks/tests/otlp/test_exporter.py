@@ -104,7 +104,7 @@ def test_what_a_backend_missed_is_sent_by_the_next_run(tmp_path: Path, caplog: p
     away, left = warnings_of(caplog)
     assert f"http://127.0.0.1:{port}/v1/traces does not answer (ConnectError" in away
     assert "the experiment goes on, and the rollouts are sent when it answers" in away
-    assert "3 rollouts were not sent" in left
+    assert "3 rollouts not sent" in left
 
     with Backend(port) as backend:
         thread = threading.Thread(target=backend.serve_forever, kwargs={"poll_interval": 0.01})
@@ -115,7 +115,7 @@ def test_what_a_backend_missed_is_sent_by_the_next_run(tmp_path: Path, caplog: p
         assert [*ids(1), *ids(2)] == sorted(backend.rollouts)
 
 
-def test_passing_errors_are_told_once_and_the_rollouts_sent_again(
+def test_passing_errors_are_reported_once_and_the_rollouts_sent_again(
     tmp_path: Path, backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.faults.extend([(503, {"Retry-After": "0"}), (429, {})])
@@ -139,7 +139,7 @@ def test_a_refusal_that_breaks_off_is_a_passing_error_all_the_same(
     assert f"{backend.url}/v1/traces answered 503 Service Unavailable" in told
 
 
-def test_a_refused_key_is_told_once_counted_and_never_fails_the_run(
+def test_a_refused_key_is_reported_once_counted_and_never_fails_the_run(
     tmp_path: Path, backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.faults.extend([(401, {})] * 10)
@@ -150,7 +150,7 @@ def test_a_refused_key_is_told_once_counted_and_never_fails_the_run(
     assert [] == backend.rollouts
     told, counted = warnings_of(caplog)
     assert "answered 401 Unauthorized: no; give its key in the variable that headers_env names" in told
-    assert f"otlp: 3 rollouts were refused by {backend.url}/v1/traces" == counted
+    assert f"otlp: 3 rollouts refused by {backend.url}/v1/traces" == counted
 
 
 def test_a_redirect_is_named_and_not_taken_for_success(
@@ -163,7 +163,7 @@ def test_a_redirect_is_named_and_not_taken_for_success(
     assert "it sends elsewhere; name that address: https://elsewhere.example/login" in warnings_of(caplog)[0]
 
 
-def test_spans_that_a_backend_rejects_are_told_with_its_reason(
+def test_spans_that_a_backend_rejects_are_reported_with_its_reason(
     tmp_path: Path, backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.rejects = 2
@@ -185,7 +185,7 @@ def test_a_backend_that_hangs_holds_the_end_up_for_a_limited_time(
 
     assert REWARD == result.after
     assert time.monotonic() - started < 25
-    assert "rollouts were not sent" in warnings_of(caplog)[-1]
+    assert "rollouts not sent" in warnings_of(caplog)[-1]
 
 
 def test_headers_come_from_the_named_variable(

@@ -11,6 +11,8 @@ import os
 import sqlite3
 from pathlib import Path
 
+from agl.errors import StoreError
+
 _LOG = logging.getLogger("agl_store_sqlite")
 
 _ONLY_FILE = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_NOFOLLOW", "O_NONBLOCK"))
@@ -63,6 +65,14 @@ class AcknowledgedCursor:
                 self.note(0)  # the record may be of a store that was removed
         except OSError as error:
             self._warn(error)
+
+    def require_store(self) -> None:
+        """Raise :class:`StoreError` if the store's file was removed; SQLite would go on to write into nothing."""
+        if self._file is not None and not os.path.exists(self._store):
+            raise StoreError(
+                f"the store {self._store} was removed while this process used it, and nothing more is recorded; start "
+                "the experiment again with --fresh"
+            )
 
     def note(self, cursor: int) -> None:
         """Record a cursor after its commit; logs a warning the first time that the record cannot be written."""

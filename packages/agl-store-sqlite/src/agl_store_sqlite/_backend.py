@@ -68,9 +68,11 @@ class SQLiteBackend:
         self._written_at = math.inf  # the clock may have been set back since the file was written
         self._local = threading.local()
         self._connections: list[sqlite3.Connection] = []
-        told = partial(explain, path=path)
-        self._writer = Batches(self._write, shown_url=self.shown_url, explain=told, is_shared=is_locked)
-        self._reader = Batches(self._read, shown_url=self.shown_url, explain=told, is_shared=is_locked, threads=READERS)
+        explained = partial(explain, path=path)
+        self._writer = Batches(self._write, shown_url=self.shown_url, explain=explained, is_shared=is_locked)
+        self._reader = Batches(
+            self._read, shown_url=self.shown_url, explain=explained, is_shared=is_locked, threads=READERS
+        )
         self.queued, self.changed = WakeUp(on_wait=self._on_wait), WakeUp(on_wait=self._on_wait)
         self._awaited, self._is_closed = threading.Event(), threading.Event()
         self._watch = threading.Thread(target=self._watch_file, name=f"agl-watch {path.name}", daemon=True)
@@ -160,6 +162,7 @@ class SQLiteBackend:
     @contextmanager
     def _transaction(self) -> Generator[SQLiteTables]:
         """Open tables in a transaction, commit it at the end, and wake the waiters for its changes."""
+        self._acknowledged.require_store()
         tables = SQLiteTables(self._db, self._packer, now=self._clock())
         self._db.execute("BEGIN IMMEDIATE")
         try:

@@ -292,7 +292,7 @@ class Tinker:
             metrics=metrics,
             trained=tuple(dict.fromkeys(row.rollout for row in rows)),
             published=published,
-            stop_reason=f"{self._steps} steps done" if is_finished else "",
+            stop_reason=f"reached steps = {self._steps}" if is_finished else "",
             uses=group_uses(
                 groups,
                 trained=advantages,

@@ -12,6 +12,7 @@ import msgspec
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Record
+from agl.stores import base_url_of
 
 Sync = Literal["auto", "sleep", "reload", "restart"]
 _OWN_ARGS = (
@@ -103,8 +104,7 @@ def _check_attached(name: str, settings: VllmSettings, values: Mapping[str, Any]
             'use sync = "reload", or remove base_url to let agl start the server'
         )
     for url in settings.urls:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"policy {name!r}: base_url {url!r} is not a URL; write http://HOST:PORT/v1")
+        base_url_of(url, who=f"policy {name!r}: base_url")
 
 
 def _check_started(name: str, settings: VllmSettings) -> None:

@@ -153,7 +153,7 @@ class Deletion:
     async def _measure_once_more(self, candidates: Sequence[PromptCandidate], step: int, purpose: str) -> None:
         if not self._search.progress.is_steady:
             next_repeat = self._search.evaluator.scores.next_repeat
-            jobs = [MeasureJob(c, "val", self._search.order, next_repeat(c.id, "val")) for c in candidates]
+            jobs = [MeasureJob(c, "val", self._search.order, next_repeat(c.id)) for c in candidates]
             await self._search.evaluator.measure(jobs, step=step, purpose=purpose)
 
     async def _undo(self, useless: Sequence[tuple[str, str]], step: int) -> None:

@@ -155,7 +155,7 @@ def _result(
 def rewards_by(evaluator: Evaluator, candidate: str, how: How) -> Mapping[int, float]:
     """Return a candidate's rewards by task, from the source that ``how`` names."""
     if how == "fresh rollouts":
-        return evaluator.scores.fresh(candidate, "val")
+        return evaluator.scores.fresh(candidate)
     return evaluator.scores.rewards(candidate, "test" if how == "test tasks" else "val")
 
 
@@ -169,7 +169,7 @@ def _runner_up(
 def _all_rewards(evaluator: Evaluator, candidate: PromptCandidate) -> dict[int, float]:
     """Return a candidate's reward on each validation task; if there is a first and a fresh reward, their mean."""
     first = evaluator.scores.rewards(candidate.id, "val")
-    fresh = evaluator.scores.fresh(candidate.id, "val")
+    fresh = evaluator.scores.fresh(candidate.id)
     return {t: fmean(r[t] for r in (first, fresh) if t in r) for t in sorted(first.keys() | fresh.keys())}
 
 

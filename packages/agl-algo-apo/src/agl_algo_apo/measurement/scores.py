@@ -72,14 +72,14 @@ class Scores:
         # One number per task, however often it ran: intervals and races count tasks, not rollouts.
         return {task: fmean(values) for task, values in found.items()}
 
-    def fresh(self, candidate: str, split: Split) -> dict[int, float]:
-        """Return the rewards of the final measurement, by task."""
-        known = self._known.get((candidate, split), {})
+    def fresh(self, candidate: str) -> dict[int, float]:
+        """Return the rewards of the final measurement on validation tasks, by task."""
+        known = self._known.get((candidate, "val"), {})
         return {task: measured.reward for (task, repeat), measured in known.items() if repeat == FRESH}
 
-    def next_repeat(self, candidate: str, split: Split) -> int:
-        """Return a ``repeat`` number that is not used yet, to measure a candidate again."""
-        return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, split), {}))]) + 1
+    def next_repeat(self, candidate: str) -> int:
+        """Return a ``repeat`` number that is not used yet, to measure a candidate again on validation tasks."""
+        return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, "val"), {}))]) + 1
 
     def keep_fresh(self) -> None:
         """Turn the final measurement's rewards into ordinary ones, because a search that continues chooses by them."""

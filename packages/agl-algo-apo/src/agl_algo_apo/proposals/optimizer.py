@@ -24,6 +24,7 @@ from msgspec import Meta
 from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError
 from agl.schemas import Json, Record, to_json
+from agl.stores import base_url_of
 from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, Settings, Spent
 
 TRIES = 4
@@ -134,8 +135,7 @@ class Optimizer:
     def __init__(
         self, settings: OptimizerSettings, *, budget: Budget, memory: Path, say: Callable[[str], None]
     ) -> None:
-        if not settings.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"the optimiser's base_url {settings.base_url!r} is no URL; write http://HOST:PORT/v1")
+        base_url = base_url_of(settings.base_url, who="the optimiser's base_url")
         self._settings = settings
         self._budget = budget
         self._memory = memory
@@ -145,7 +145,7 @@ class Optimizer:
         self.hint = ""
         self._waiting = 0  # questions that wait for the end of an outage
         self._client = httpx.AsyncClient(
-            base_url=settings.base_url.rstrip("/") + "/", timeout=settings.timeout_s, headers=_headers(settings)
+            base_url=f"{base_url}/", timeout=settings.timeout_s, headers=_headers(settings)
         )
 
     @property

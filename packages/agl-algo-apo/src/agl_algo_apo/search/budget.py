@@ -127,7 +127,7 @@ class Budget:
         """Pay for rollouts before they start, for all or none; raises :class:`BudgetExhaustedError`."""
         left = self.rollouts_left()
         if left is not None and count > left:
-            raise BudgetExhaustedError("rollouts", f"{count} rollouts are needed and {left} are left in the budget")
+            raise BudgetExhaustedError("rollouts", f"rollouts needed: {count}, and left in the budget: {left}")
         self._add(rollouts=count, money=count * self.prices.rollout)
 
     def take_call(self, *, max_input: int, max_output: int) -> Spent:

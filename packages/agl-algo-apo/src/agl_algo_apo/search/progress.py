@@ -49,6 +49,7 @@ class SearchProgress(msgspec.Struct, kw_only=True):
         doubted: The value of ``stale`` at which the best candidate was last measured again; 0 for a new best one.
         is_steady: True if measuring the best candidate again gave the same rewards, as it then always will.
         barren: Consecutive answers without a usable text.
+        unusable: All answers without a usable text.
         idle: Consecutive steps without a proposal that could be tried.
         shared_steps: The last step whose rollouts were read, by other algorithm.
         shared: A failing rollout of another algorithm with the best candidate's texts, by training task.
@@ -68,6 +69,7 @@ class SearchProgress(msgspec.Struct, kw_only=True):
     doubted: int = 0
     is_steady: bool = False
     barren: int = 0
+    unusable: int = 0
     idle: int = 0
     proven: dict[str, list[str]] = {}
     deletions_tried: list[str] = []

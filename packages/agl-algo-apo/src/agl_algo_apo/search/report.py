@@ -72,6 +72,7 @@ def metrics_of(search: SearchTools) -> dict[str, float]:
         "candidates": float(len(search.lineage.all())),
         "rejected": float(sum(c.status == "rejected" for c in search.lineage.all())),
         "unmeasured": float(search.evaluator.broken.total()),
+        "unusable_answers": float(search.progress.unusable),
     }
     if search.result is not None:
         score, first = search.result.score, search.result.seed_score

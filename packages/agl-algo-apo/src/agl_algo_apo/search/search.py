@@ -60,7 +60,7 @@ class PromptSearch(SearchTools):
         self._algorithm = algorithm
         self._calls = calls
         self._optimizers: list[Optimizer] = []
-        self._told: dict[tuple[str, str], VersionScore] = {}
+        self._reported: dict[tuple[str, str], VersionScore] = {}
 
     async def improve(self, step: int) -> None:
         """Take one step of the search; subclasses override it."""
@@ -78,14 +78,7 @@ class PromptSearch(SearchTools):
         check_splits(context)
         self.rules = text_rules(context, self.settings, algorithm=self._algorithm)
         # Refused here, before a rollout is paid for: a budget that ends before the method can show anything.
-        self.plan: SpendingPlan = spending_plan(
-            self.settings,
-            tasks=len(context.train),
-            val=len(context.val),
-            after=context.validation,
-            calls=self._calls,
-            algorithm=self._algorithm,
-        )
+        self.plan: SpendingPlan = self._spending_plan(context)
         # Rollouts for the final measurement and for the trainer's validation are held back: the search cannot spend
         # them.
         self.budget = Budget(self.plan.limits, kept=self.plan.final + self.plan.after)
@@ -103,6 +96,20 @@ class PromptSearch(SearchTools):
         )
         for optimizer in self._optimizers:
             await optimizer.check()
+
+    def run_size(self, context: AlgorithmContext) -> tuple[int, int]:
+        """Return the most rollouts and the most steps of a run, for ``agl check --forecast``; 0 without a limit."""
+        return self._spending_plan(context).limits.rollouts or 0, self.settings.beam_rounds
+
+    def _spending_plan(self, context: AlgorithmContext) -> SpendingPlan:
+        return spending_plan(
+            self.settings,
+            tasks=len(context.train),
+            val=len(context.val),
+            after=context.validation,
+            calls=self._calls,
+            algorithm=self._algorithm,
+        )
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check everything that can be checked now, and log the spending plan."""
@@ -371,10 +378,10 @@ class PromptSearch(SearchTools):
         scores = version_scores(self)
         # Only changed scores are saved: a score changes with every further measurement of its candidate, and most have
         # none.
-        new = {(s.name, s.version): s for s in scores if self._told.get((s.name, s.version)) != s}
+        new = {(s.name, s.version): s for s in scores if self._reported.get((s.name, s.version)) != s}
         if new:
             await self.context.store.save_scores(list(new.values()))
-        self._told |= new
+        self._reported |= new
 
     def _open_optimizer(self, optimizer: Any) -> Optimizer:
         memory = self.context.workdir / f"answers-{len(self._optimizers)}.jsonl"

@@ -154,6 +154,7 @@ class SearchTools:
             text = None if answer is None else extract(answer.text)
             if answer is not None:  # a model that does not answer is counted elsewhere
                 self.progress.barren = 0 if text is not None else self.progress.barren + 1
+                self.progress.unusable += text is None
             found.append(Written() if answer is None else Written(before_text(answer.text), text, answer.spent))
         return found
 

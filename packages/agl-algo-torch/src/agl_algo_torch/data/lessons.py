@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from agl.contracts import CallUse, Store
     from agl.schemas import Episode, Span, Transition
-    from agl_algo_torch.data.preparation import PreparedBatch
+    from agl_algo_torch.data.credited_rows import PreparedBatch
     from agl_algo_torch.learner.model import LoadedModel
 
 _REASONS = {
@@ -116,7 +116,11 @@ class Lessons:
 
     def metrics(self) -> dict[str, float]:
         """Return how many rollouts have each kind of lesson, how many calls train, and the others by reason."""
-        names = {"with_sibling": "told_sibling", "with_feedback": "told_feedback", "taught": "calls_taught"}
+        names = {
+            "with_sibling": "rollouts_with_sibling",
+            "with_feedback": "rollouts_with_feedback",
+            "taught": "calls_taught",
+        }
         names |= {reason: f"calls_untaught_{reason}" for reason in _REASONS}
         return {name: float(self.counts[key]) for key, name in names.items()}
 

@@ -169,7 +169,7 @@ class RolloutSupply:
         if self._is_over:
             return "the sources have nothing more"
         limit = self._steps or (None if self._context.sources else STEPS)
-        return f"{step} steps done" if step == limit else ""
+        return f"reached steps = {step}" if step == limit else ""
 
 
 class Supplied:

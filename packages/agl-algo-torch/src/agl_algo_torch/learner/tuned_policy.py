@@ -404,6 +404,6 @@ class OnPolicy:
             metrics=metrics,
             trained=tuple(dict.fromkeys(trained)),  # each id once, in order
             published=published,
-            stop_reason=f"{self._steps} steps done" if is_finished else "",
+            stop_reason=f"reached steps = {self._steps}" if is_finished else "",
             uses=uses,
         )

@@ -1,7 +1,7 @@
-"""Turns text into tokens and back, from any thread, and finds stop strings in growing text.
+"""Turns text into tokens and back, from several threads at once, and finds stop strings in growing text.
 
-A fast tokenizer must not be used by two threads at once (it raises "Already borrowed"), so the codec has its own copy
-behind a lock.
+A fast tokenizer must not be changed while another thread uses it (it raises "Already borrowed"), so the codec has its
+own copy, which nothing changes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -79,7 +78,11 @@ class TextCodec:
 
     def __init__(self, tokenizer: Any, *, stop_ids: Collection[int] = (), visible: Sequence[str] = ()) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._lock = threading.Lock()
+        # Of all ways to tokenise, only its `encode_batch_fast` leaves the interpreter to other threads.
+        self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
         self._token_texts: dict[int, str] = {}
         self.stop_ids = frozenset(stop_ids)
         special = cast("list[int]", tokenizer.all_special_ids)
@@ -92,6 +95,11 @@ class TextCodec:
         return "\n".join(cast("dict[str, str]", template).values()) if isinstance(template, dict) else template or ""
 
     @property
+    def longest_token(self) -> int:
+        """Largest number of characters of one token."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    @property
     def rendering_arguments(self) -> frozenset[str]:
         """Names that `chat_template_kwargs` may not set, because they are arguments of the rendering function."""
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
@@ -99,14 +107,14 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of `text`."""
-        with self._lock:
-            return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        if self._fast is not None:
+            return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids; bytes that are not UTF-8 become U+FFFD. Visible special tokens always stay."""
         kept = [i for i in ids if i not in self._hidden_ids] if skip_special_tokens else list(ids)
-        with self._lock:
-            return self._tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(kept, clean_up_tokenization_spaces=False)
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token; for a special token, too."""
@@ -116,19 +124,17 @@ class TextCodec:
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Return the conversation as the chat template renders it, up to where the assistant's answer begins."""
-        with self._lock:
-            return render_chat(self._tokenizer, messages, add_generation_prompt=True, **options)
+        return render_chat(self._tokenizer, messages, add_generation_prompt=True, **options)
 
     def generation_suffix(self) -> str:
         """Return the text that the chat template puts before an assistant's answer; `""` if it cannot be determined."""
         hello = [{"role": "user", "content": "hello"}]
-        with self._lock:
-            if not self._tokenizer.chat_template:
-                return ""
-            asked, open_ = (
-                self._tokenizer.apply_chat_template(hello, tokenize=False, add_generation_prompt=is_open)
-                for is_open in (False, True)
-            )
+        if not self._tokenizer.chat_template:
+            return ""
+        asked, open_ = (
+            self._tokenizer.apply_chat_template(hello, tokenize=False, add_generation_prompt=is_open)
+            for is_open in (False, True)
+        )
         return open_.removeprefix(asked) if open_.startswith(asked) else ""
 
 

@@ -26,7 +26,7 @@ import logging
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -187,10 +187,13 @@ class Engine:
         with self._wake:
             if self._is_stopping:
                 raise EngineStoppedError("The policy server is stopping; start it again before calling it.")
-            waiting = len(self._inbox) + len(self._waiting)
-            if waiting + len(flights) > self.settings.max_waiting:
+            waiting = Counter(flight.request.attempt for flight in (*self._inbox, *self._waiting))
+            limit, attempt = self.settings.max_waiting, requests[0].attempt
+            of_attempt = waiting[attempt] + len(flights) if attempt else 0
+            if waiting.total() + len(flights) > limit or of_attempt > share_of(limit):
                 raise QueueFullError(
-                    f"{waiting} requests are waiting already, and at most {self.settings.max_waiting} may wait. "
+                    f"{waiting.total()} requests are waiting already; at most {limit} may wait, and {share_of(limit)} "
+                    "of one attempt. "
                     "Lower the runner's concurrency or raise the policy's max_waiting."
                 )
             self._inbox.extend(flights)
@@ -342,6 +345,8 @@ class Engine:
         admissions = pick(
             self._waiting,
             rows=self.settings.max_rows - len(self._running),
+            taken=Counter(flight.request.attempt for flight in self._running),
+            share=share_of(self.settings.max_rows),
             prefill_tokens=self.settings.prefill_tokens,
             prefixes=self._prefixes,
         )
@@ -456,18 +461,36 @@ class Admission:
         return len(self.tokens) - self.shared
 
 
-def pick(waiting: deque[Flight], *, rows: int, prefill_tokens: int, prefixes: PrefixStore) -> list[Admission]:
+def share_of(limit: int) -> int:
+    """Return how many of the rows, or of the places in the queue, one attempt may have."""
+    return max(1, limit * 3 // 4)
+
+
+def pick(
+    waiting: deque[Flight],
+    *,
+    rows: int,
+    taken: Counter[str],
+    share: int,
+    prefill_tokens: int,
+    prefixes: PrefixStore,
+) -> list[Admission]:
     """Take flights from the left of `waiting`, and return their distinct prompts.
 
-    At most `rows` flights are taken. A flight stays if its prompt shares a long prefix with a prompt already taken, or
-    if the prompts, padded to the longest one, would exceed `prefill_tokens`. The first prompt is taken
-    whatever its length. Flights that stay keep their order at the left of `waiting`.
+    At most `rows` flights are taken. A flight stays if its attempt has `share` rows already, of which `taken` run; if
+    its prompt shares a long prefix with a prompt already taken; or if the prompts, padded to the longest one, would
+    exceed `prefill_tokens`. The first prompt is taken whatever its length. Flights that stay keep their order at the
+    left of `waiting`.
     """
     picked: dict[bytes, Admission] = {}
     kept: list[Flight] = []
     width = 0
     while waiting and rows > 0:
         flight = waiting.popleft()
+        attempt = flight.request.attempt
+        if attempt and taken[attempt] >= share:
+            kept.append(flight)
+            continue
         tokens = flight.tokens()
         admission = picked.get(tokens.tobytes()) or _admission(tokens, picked, prefixes)
         if admission is None:
@@ -481,6 +504,7 @@ def pick(waiting: deque[Flight], *, rows: int, prefill_tokens: int, prefixes: Pr
         picked[tokens.tobytes()] = admission
         admission.flights.append(flight)
         flight.cached_tokens = admission.shared
+        taken[attempt] += 1
         rows -= 1
     waiting.extendleft(reversed(kept))
     return list(picked.values())

@@ -28,11 +28,11 @@ from agl_algo_torch.learner.model import LoadedModel, load_model
 from agl_algo_torch.learner.weights import serving_copy
 from agl_algo_torch.serving.codec import TextCodec
 from agl_algo_torch.serving.engine import Engine, EngineSettings
-from agl_algo_torch.serving.prompting import PromptThread
-from agl_algo_torch.serving.served_weights import Exchange, ServedWeights
+from agl_algo_torch.serving.prompting import PromptThreads
 from agl_algo_torch.serving.server import PolicyServer, PolicyServerSettings
 from agl_algo_torch.serving.templates import PromptBuilder
 from agl_algo_torch.serving.toolcalls import read_format
+from agl_algo_torch.serving.weight_swap import Exchange, ServedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -159,19 +159,18 @@ class TorchPolicy:
 
     def _server(self) -> PolicyServer:
         config = cast("Any", self._loaded.model).config
-        codec, of_prompts = (
-            TextCodec(self._loaded.tokenizer, stop_ids=self._loaded.stop_ids, visible=self._format.tags)
-            for _ in range(2)
-        )
+        codec = TextCodec(self._loaded.tokenizer, stop_ids=self._loaded.stop_ids, visible=self._format.tags)
+        context_length = self._settings.context_length or config.get_text_config().max_position_embeddings
+        builder = PromptBuilder(codec, context_length=context_length)
         return PolicyServer(
             engine=self._engine,
             codec=codec,
-            prompts=PromptThread(PromptBuilder(of_prompts), limit_s=self._settings.prompt_s),
+            prompts=PromptThreads(builder, limit_s=self._settings.prompt_s),
             key=_key(),
             answers=self._format,
             settings=PolicyServerSettings(
                 model_name=self.model_name,
-                context_length=self._settings.context_length or config.get_text_config().max_position_embeddings,
+                context_length=context_length,
                 default_max_tokens=self._settings.max_tokens,
             ),
         )

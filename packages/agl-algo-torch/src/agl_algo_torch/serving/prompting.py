@@ -1,61 +1,72 @@
-"""Renders and tokenises prompts in a separate thread with a time limit, so that no prompt delays other answers.
+"""Renders and tokenises prompts in a few threads, where each attempt takes its turn, so that no prompt delays others.
 
-The thread has its own tokenizer, because the lock of a tokenizer is held for the whole of a long text. A thread cannot
-be ended: work past the limit goes on, and the prompts that wait for it also reach their limit and are refused.
+Requests are bounded before they come here (`wire`, `server`), and longer texts than the context can hold are refused
+before they are tokenised (`templates`), so a prompt takes a second or two at most. An attempt has one prompt in work at
+a time: however many it sends, the other threads are free for others. A thread cannot be ended: work past the time limit
+goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from agl_algo_torch.serving.wire import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from agl_algo_torch.serving.templates import Prompt, PromptBuilder
 
 T = TypeVar("T")
 
+_THREADS = 4
 
-class PromptThread:
-    """Builds prompts in a separate thread. Call the methods from one event loop.
+
+class PromptThreads:
+    """Builds prompts in threads. Call the methods from one event loop.
 
     Args:
-        builder: The builder, which only the thread may use from now on, like the builder's codec.
-        limit_s: Seconds that a request waits for its prompt, including the time of earlier prompts.
+        builder: The builder of the prompts.
+        limit_s: Seconds that a request waits for its prompt, including the time of the attempt's earlier prompts.
     """
 
     def __init__(self, builder: PromptBuilder, *, limit_s: float) -> None:
-        self._builder = builder
+        self.builder = builder
         self._limit_s = limit_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agl-prompts")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="agl-prompts")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def build(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None, options: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any],
+        attempt: str,
     ) -> Prompt:
-        """Render and tokenise a conversation; raises the template's own errors, and WireError after the time limit."""
-        return await self._run(lambda: self._builder.build(messages, tools=tools, options=options))
+        """Render and tokenise a conversation; raises the template's own errors, and WireError after the time limit.
 
-    async def encode(self, text: str) -> list[int]:
+        Prompts of an `attempt` are built one after another; those without an attempt (`""`) are not.
+        """
+        return await self._run(lambda: self.builder.build(messages, tools=tools, options=options), attempt)
+
+    async def encode(self, text: str, *, attempt: str) -> list[int]:
         """Return the token ids of a text with its special tokens; raises WireError after the time limit."""
-        return await self._run(lambda: self._builder.encode(text))
-
-    def remember(self, prompt: Prompt, ids: Sequence[int], *, message: Mapping[str, Any]) -> None:
-        """Store a response to `prompt`, as token ids and as the message sent to the client, for later prompts."""
-        self._thread.submit(self._builder.remember, prompt, ids, message=message)
+        return await self._run(lambda: self.builder.encode(text), attempt)
 
     def close(self) -> None:
-        """End the thread after its current prompt; waiting prompts are dropped."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the threads after their current prompts; waiting prompts are dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        found = asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _run(self, work: Callable[[], T], attempt: str) -> T:
         try:
-            async with asyncio.timeout(self._limit_s):
-                return await found
+            async with asyncio.timeout(self._limit_s), self._turn(attempt):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except TimeoutError:
             raise WireError(
                 f"Rendering and tokenising this prompt took longer than {self._limit_s:g} s. Shorten it, send fewer at "
@@ -63,3 +74,6 @@ class PromptThread:
                 status=503,
                 code="prompt_timeout",
             ) from None
+
+    def _turn(self, attempt: str) -> AbstractAsyncContextManager[None]:
+        return self._turns.setdefault(attempt, asyncio.Lock()) if attempt else nullcontext()

@@ -46,6 +46,7 @@ class GenerationRequest:
         stop_ids: Tokens that end the sequence; the last token of the result is then the stop token.
         stop_check: Called with all generated ids after each token, in the engine's thread; true ends the sequence.
         wants_tokens: Whether the listener gets every token as soon as it is drawn.
+        attempt: The attempt that asks; all its sequences together leave a part of the rows to others. `""` for none.
     """
 
     prompt_ids: tuple[int, ...]
@@ -54,6 +55,7 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     stop_check: Callable[[Sequence[int]], bool] | None = None
     wants_tokens: bool = False
+    attempt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,17 +44,25 @@ if TYPE_CHECKING:
 
     from agl_algo_torch.serving.codec import TextCodec
     from agl_algo_torch.serving.engine import Engine
-    from agl_algo_torch.serving.prompting import PromptThread
+    from agl_algo_torch.serving.prompting import PromptThreads
     from agl_algo_torch.serving.templates import Prompt
     from agl_algo_torch.serving.toolcalls import AnswerFormat
+    from agl_algo_torch.serving.wire import Body
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _log = logging.getLogger(__name__)
 
-_MAX_BODY = 64 * 2**20
+_BODY_PER_TOKEN = 32
+"""Largest number of bytes of a request's body for each token of the context; every request may have 1 MiB more."""
+
+_MOST_PROMPTS = 1024
+
 _SEED_HEADER = "x-agl-seed"
 """Header with a seed that the gateway gives to a request without one."""
+
+_ATTEMPT_HEADER = "x-agl-attempt-id"
+"""Header in which the gateway names the attempt that calls, so that no attempt delays the calls of others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +88,7 @@ class PolicyServer:
         *,
         engine: Engine,
         codec: TextCodec,
-        prompts: PromptThread,
+        prompts: PromptThreads,
         answers: AnswerFormat,
         settings: PolicyServerSettings,
         key: str,
@@ -93,7 +101,8 @@ class PolicyServer:
 
     def app(self) -> web.Application:
         """Return the application; run it with `handler_cancellation=True`, or sequences outlive their clients."""
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors, self._check_key])
+        largest = 2**20 + _BODY_PER_TOKEN * self._settings.context_length
+        app = web.Application(client_max_size=largest, middlewares=[_errors, self._check_key])
         app.on_cleanup.append(self._close)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
@@ -132,23 +141,25 @@ class PolicyServer:
         return json_response(state | self._engine.snapshot())
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = seeded(read_body(await request.read(), ChatBody), request.headers.get(_SEED_HEADER))
-        self._check_model(body.model)
+        body = await self._body(request, ChatBody)
         check_messages(body.messages)
         tools = self._tools(body)
-        prompt = await self._prompt(body, tools)
+        attempt = _attempt(request)
+        prompt = await self._prompt(body, tools, attempt=attempt)
         stop_ids = self._stop_ids(body)
         writer = ChatWriter(
             body=body,
             prompt=prompt,
             codec=self._codec,
-            builder=self._prompts,
+            builder=self._prompts.builder,
             answers=self._answers,
             tools=tools,
             stop_ids=stop_ids,
         )
         head = AnswerHead(id=new_id("chatcmpl"), model=body.model, created=int(time.time()), kind="chat")
-        return await serve(request, self._call(body, head, writer, [prompt.ids], stop_ids), self._engine)
+        return await serve(
+            request, self._call(body, head, writer, [prompt.ids], stop_ids, attempt=attempt), self._engine
+        )
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
         """Return the tools to show in the prompt; raises WireError for a tool choice that cannot be enforced."""
@@ -174,13 +185,13 @@ class PolicyServer:
             param="tool_choice",
         )
 
-    async def _prompt(self, body: ChatBody, tools: Sequence[dict[str, Any]]) -> Prompt:
+    async def _prompt(self, body: ChatBody, tools: Sequence[dict[str, Any]], *, attempt: str) -> Prompt:
         options = dict(body.chat_template_kwargs)
         check_template_kwargs(options, refused=self._rendering_arguments)
         if body.tool_choice == "required":
             options["tool_choice"] = "required"
         try:
-            return await self._prompts.build(body.messages, tools=tools, options=options)
+            return await self._prompts.build(body.messages, tools=tools, options=options, attempt=attempt)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise WireError(
                 f"The model's chat template refuses these messages: {error}. Change their roles, order or fields.",
@@ -189,14 +200,14 @@ class PolicyServer:
             ) from error
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = seeded(read_body(await request.read(), CompletionBody), request.headers.get(_SEED_HEADER))
-        self._check_model(body.model)
-        prompts = [await self._ids(prompt) for prompt in _prompts(body.prompt)]
+        body = await self._body(request, CompletionBody)
+        attempt = _attempt(request)
+        prompts = [await self._ids(prompt, attempt=attempt) for prompt in _prompts(body.prompt)]
         stop_ids = self._stop_ids(body)
         scores = await self._scores(body, prompts)
         writer = CompletionWriter(body=body, prompts=prompts, codec=self._codec, stop_ids=stop_ids, scores=scores)
         head = AnswerHead(id=new_id("cmpl"), model=body.model, created=int(time.time()), kind="completions")
-        return await serve(request, self._call(body, head, writer, prompts, stop_ids), self._engine)
+        return await serve(request, self._call(body, head, writer, prompts, stop_ids, attempt=attempt), self._engine)
 
     async def _scores(self, body: CompletionBody, prompts: Sequence[Sequence[int]]) -> list[list[float]] | None:
         """Return the log-probabilities of each prompt's tokens after the first; None if not requested."""
@@ -208,8 +219,8 @@ class PolicyServer:
             self._max_tokens(len(prompt), body.limit)  # refuse a prompt that is too long before computing it
         return [await asyncio.wrap_future(self._engine.score(prompt)) for prompt in prompts]
 
-    async def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
-        ids = await self._prompts.encode(prompt) if isinstance(prompt, str) else prompt
+    async def _ids(self, prompt: str | list[int], *, attempt: str) -> tuple[int, ...]:
+        ids = await self._prompts.encode(prompt, attempt=attempt) if isinstance(prompt, str) else prompt
         if not ids or not all(0 <= i < self._engine.vocab_size for i in ids):
             raise WireError(
                 f"The prompt must have at least one token, and ids from 0 to {self._engine.vocab_size - 1}.",
@@ -217,14 +228,17 @@ class PolicyServer:
             )
         return tuple(ids)
 
-    def _check_model(self, model: str) -> None:
-        if model != self._settings.model_name:
+    async def _body(self, request: web.Request, kind: type[Body]) -> Body:
+        """Read a request for this model, with the gateway's seed."""
+        body = seeded(read_body(await request.read(), kind), request.headers.get(_SEED_HEADER))
+        if body.model != self._settings.model_name:
             raise WireError(
-                f"The model {model!r} does not exist here; this server has {self._settings.model_name!r}.",
+                f"The model {body.model!r} does not exist here; this server has {self._settings.model_name!r}.",
                 status=404,
                 code="model_not_found",
                 param="model",
             )
+        return body
 
     def _stop_ids(self, body: ChatBody | CompletionBody) -> frozenset[int]:
         return frozenset(body.stop_token_ids) if body.ignore_eos else self._codec.stop_ids.union(body.stop_token_ids)
@@ -236,6 +250,8 @@ class PolicyServer:
         writer: AnswerWriter,
         prompts: Sequence[tuple[int, ...]],
         stop_ids: frozenset[int],
+        *,
+        attempt: str,
     ) -> CheckedRequest:
         check = stop_checker(self._codec, body.stops)
         requests = [
@@ -246,6 +262,7 @@ class PolicyServer:
                 stop_ids=stop_ids,
                 stop_check=check,
                 wants_tokens=body.stream,
+                attempt=attempt,
             )
             for prompt in prompts
             for choice in range(body.n)
@@ -267,9 +284,15 @@ class PolicyServer:
         return wanted
 
 
+def _attempt(request: web.Request) -> str:
+    return request.headers.get(_ATTEMPT_HEADER, "")
+
+
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Return the prompts of a request, each as text or token ids; raises WireError for other values."""
+    """Return the prompts of a request, each as text or token ids; raises WireError for other values, or too many."""
     items = [prompt] if isinstance(prompt, str) or all(type(item) is int for item in prompt) else prompt
+    if len(items) > _MOST_PROMPTS:
+        raise WireError(f"A request has at most {_MOST_PROMPTS} prompts, and this one {len(items)}.", param="prompt")
     for item in items:
         is_ids = isinstance(item, list) and all(type(i) is int for i in cast("list[Any]", item))
         if not (isinstance(item, str) or is_ids):
@@ -286,6 +309,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         answer = error
     except EngineError as error:
         answer = wire_error(error)
+    except web.HTTPRequestEntityTooLarge as error:
+        answer = WireError(f"{error.text} The model's context cannot hold more; shorten the messages.", status=413)
     except web.HTTPException as error:
         answer = WireError(f"{request.method} {request.path}: {error.reason}.", status=error.status)
     except Exception as error:  # noqa: BLE001 - isolation point: one request's failure is that request's answer

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 from collections import Counter, OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from agl_algo_torch.serving.codec import REASONING
+from agl_algo_torch.serving.wire import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,6 +37,9 @@ _LONGEST_TAIL = 24
 
 _MOST_SIBLINGS = 64
 """Largest number of responses that are stored for one prompt."""
+
+_MOST_RENDERINGS = 32
+"""How often a conversation is rendered to find the stored answers that fit, before it is rendered without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +78,19 @@ class _Turn:
 
 
 class PromptBuilder:
-    """Builds prompts with one codec, for one thread.
+    """Builds prompts with one codec, for several threads at once.
 
     Args:
         codec: Tokenizer and chat template.
+        context_length: Largest number of tokens of a prompt. Texts with more characters than that many tokens can have
+            are refused.
         max_tokens: Largest number of tokens of stored prompts and responses.
     """
 
-    def __init__(self, codec: TextCodec, *, max_tokens: int = 2_000_000) -> None:
+    def __init__(self, codec: TextCodec, *, context_length: int, max_tokens: int = 2_000_000) -> None:
         self._codec = codec
+        self._context_length, self._longest = context_length, context_length * codec.longest_token
+        self._lock = threading.Lock()  # of the stored turns
         self._max_tokens = max_tokens
         self._turns: OrderedDict[str, list[_Turn]] = OrderedDict()
         self._answers = WrittenAnswers()
@@ -96,7 +105,8 @@ class PromptBuilder:
     ) -> Prompt:
         """Render and tokenise a conversation, whose last token is directly before the assistant's answer.
 
-        Raises the template's own errors (`jinja2.TemplateError` for refused messages).
+        Raises the template's own errors (`jinja2.TemplateError` for refused messages), and WireError if the context
+        cannot hold the text.
         """
         plain = [plain_message(message) for message in messages]
         settings = {"tools": list(tools) if tools else None, **options}
@@ -114,7 +124,9 @@ class PromptBuilder:
         Returns None if no stored answer is in the conversation, or if the template fails.
         """
         found = self._answers.found(plain)
-        while found:
+        for _ in range(_MOST_RENDERINGS):
+            if not found:
+                return None
             marks = {place: f"[{self._secret}-{place}]" for place in found}
             marked = [
                 {"role": "assistant", "content": marks[place]} if place in found else message
@@ -125,7 +137,7 @@ class PromptBuilder:
             except (TemplateError, TypeError, ValueError, KeyError):
                 return None
             for place, answers in found.items():
-                joined = _joined(text, marks[place], [one for one in answers if one.prompt.messages == place])
+                joined = _joined(text, marks[place], answers)
                 if joined is None:
                     break
                 text = joined
@@ -137,6 +149,7 @@ class PromptBuilder:
 
     def _spliced(self, text: str, known_calls: set[str]) -> Prompt | None:
         """Return a prompt with the ids of the longest stored turn that is a prefix of `text`; None without one."""
+        self._check(text)
         found = self._find(text, known_calls)
         if found is None:
             return None
@@ -150,17 +163,29 @@ class PromptBuilder:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that is not a conversation, with the tokenizer's special tokens."""
+        self._check(text)
         return self._codec.encode(text, add_special_tokens=True)
+
+    def _check(self, text: str) -> None:
+        """Raise WireError for a text that is too long for the context in any case; tokenising it could take minutes."""
+        if len(text) > self._longest:
+            raise WireError(
+                f"This model's context is {self._context_length} tokens; the prompt has {len(text)} characters, more "
+                f"than the {self._longest} that so many tokens have at most. Shorten the messages.",
+                code="context_length_exceeded",
+                param="messages",
+            )
 
     def _find(self, text: str, known_calls: set[str]) -> tuple[int, _Turn] | None:
         """Return the longest stored turn that is a prefix of `text`, as (its end in `text`, turn); None without one."""
-        for end in self._ends(text):
-            turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
-            if turns:
-                self._turns.move_to_end(text[:end])
-                # Siblings may have equal texts and different ids; the ids of their tool calls distinguish them.
-                turn = max(turns, key=lambda t: (len(t.text), len(t.call_ids & known_calls)))
-                return end + len(turn.text), turn
+        with self._lock:
+            for end in self._ends(text):
+                turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
+                if turns:
+                    self._turns.move_to_end(text[:end])
+                    # Siblings may have equal texts and different ids; the ids of their tool calls distinguish them.
+                    turn = max(turns, key=lambda t: (len(t.text), len(t.call_ids & known_calls)))
+                    return end + len(turn.text), turn
         return None
 
     def _ends(self, text: str) -> Iterator[int]:
@@ -184,19 +209,22 @@ class PromptBuilder:
             return
         text = self._codec.decode(ids)
         answer = self._answer(prompt, text, ids[-1], message) if message is not None else None
-        turn = _Turn(text, prompt.ids, tuple(ids), answer)
-        if answer is not None:
-            self._answers.add(answer)
-        if prompt.text not in self._turns:
-            tail = prompt.text[-self._tail :]
+        with self._lock:
+            self._store(prompt.text, _Turn(text, prompt.ids, tuple(ids), answer))
+
+    def _store(self, before: str, turn: _Turn) -> None:
+        if turn.answer is not None:
+            self._answers.add(turn.answer)
+        if before not in self._turns:
+            tail = before[-self._tail :]
             self._tails[tail] = self._tails.get(tail, 0) + 1
-            self._lengths[len(prompt.text)] += 1
-        siblings = self._turns.setdefault(prompt.text, [])
+            self._lengths[len(before)] += 1
+        siblings = self._turns.setdefault(before, [])
         siblings.insert(0, turn)
         self._n_tokens += turn.size
         self._forget(siblings[_MOST_SIBLINGS:])
         del siblings[_MOST_SIBLINGS:]
-        self._turns.move_to_end(prompt.text)
+        self._turns.move_to_end(before)
         while self._n_tokens > self._max_tokens:
             self._evict()
 
@@ -304,7 +332,8 @@ class WrittenAnswers:
 
         A message whose text or tool calls the client has changed matches no answer.
         """
-        found = {i: self._of(message) for i, message in enumerate(messages) if message["role"] == "assistant"}
+        replies = ((place, message) for place, message in enumerate(messages) if message["role"] == "assistant")
+        found = {i: [one for one in self._of(message) if one.prompt.messages == i] for i, message in replies}
         return {place: answers for place, answers in found.items() if answers}
 
     def _of(self, message: Mapping[str, Any]) -> Sequence[WrittenAnswer]:

@@ -101,7 +101,7 @@ class Message(msgspec.Struct):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], msgspec.Meta(max_length=1024)] | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -112,12 +112,16 @@ class StreamOptions(msgspec.Struct):
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
+# Bounds far above what agents send: without them one request could keep the server busy for seconds. Every token is
+# searched for every stop text.
+Stop = Annotated[str, msgspec.Meta(max_length=256)]
+
 
 class _Common(msgspec.Struct, kw_only=True):
     model: str
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = []
+    stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=32)] = []
+    stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=1024)] = []
     ignore_eos: bool = False
     max_tokens: PositiveInt | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
@@ -128,6 +132,10 @@ class _Common(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < 0.001:  # logits divided by it overflow, which would fail all requests of the batch
+            raise ValueError(f"temperature is 0 or at least 0.001, not {self.temperature}")
 
     @property
     def stops(self) -> list[str]:
@@ -159,13 +167,13 @@ class _Common(msgspec.Struct, kw_only=True):
 class ChatBody(_Common, kw_only=True):
     """A chat completion request."""
 
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
-    tools: list[dict[str, Any]] = []
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=4096)]
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=256)] = []
     tool_choice: str | dict[str, Any] = "auto"
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] = 0
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[dict[str, Any], msgspec.Meta(max_length=64)] = {}
 
     @property
     def limit(self) -> int | None:
@@ -213,7 +221,7 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
     """Decode and check a request body; raises WireError that names the invalid field."""
     try:
         raw = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise WireError(f"The request body is not JSON: {error}.", code="invalid_json") from error
     if not isinstance(raw, dict):
         raise WireError("The request body must be a JSON object.", code="invalid_json")

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agl_algo_torch.serving.codec import TextCodec
-    from agl_algo_torch.serving.prompting import PromptThread
     from agl_algo_torch.serving.sampling import Draw, SamplingParams
     from agl_algo_torch.serving.sequence import Generation
-    from agl_algo_torch.serving.templates import Prompt
+    from agl_algo_torch.serving.templates import Prompt, PromptBuilder
     from agl_algo_torch.serving.toolcalls import AnswerFormat, ParsedResponse, Tools
     from agl_algo_torch.serving.wire import ChatBody, CompletionBody
 
@@ -101,7 +100,7 @@ class ChatWriter:
         body: ChatBody,
         prompt: Prompt,
         codec: TextCodec,
-        builder: PromptThread,
+        builder: PromptBuilder,
         answers: AnswerFormat,
         tools: Tools,
         stop_ids: frozenset[int],

@@ -84,7 +84,7 @@ class VerlTraining:
             metrics=metrics,
             trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),  # each once, in order
             published=published,
-            stop_reason=f"{self._steps} steps done" if is_finished else "",
+            stop_reason=f"reached steps = {self._steps}" if is_finished else "",
             uses=uses,
         )
 

@@ -7,22 +7,30 @@ parameter does not exist or has the wrong type.
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, cast, get_args, get_type_hints
 
 import msgspec
 
+from agl import _entries, contracts
 from agl._entries import Entry
 from agl._plugins.sources import Source
 from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError, describe
 from agl.hints import did_you_mean, pip_install
 
-METHODS: Mapping[str, Sequence[str]] = {
-    "AlgorithmEntry": ("setup", "step", "state", "restore", "close"),
-    "TracerEntry": ("install", "uninstall"),
+CONTRACTS: Mapping[type[Entry], type] = {
+    _entries.AlgorithmEntry: contracts.Algorithm,
+    _entries.CreditEntry: contracts.Credit,
+    _entries.ExporterEntry: contracts.Exporter,
+    _entries.GatewayEntry: contracts.Gateway,
+    _entries.PolicyEntry: contracts.Policy,
+    _entries.RewardEntry: contracts.RewardEmitter,
+    _entries.RunnerEntry: contracts.Runner,
+    _entries.StoreEntry: contracts.Store,
+    _entries.TracerEntry: contracts.Tracer,
 }
-"""The methods that a component must have, by the type of its entry; only the most common contracts are listed."""
+"""The contract of a component, by its entry; a sink is an exporter with other methods, and commands are click's."""
 
 # Only values that may have come from a file are converted; an object that a Python program passes
 # is taken as it is.
@@ -44,17 +52,23 @@ def resolve(entry: Entry, component: str, source: Source) -> Callable[..., Any]:
     if not isinstance(entry.factory, str):
         return entry.factory
     module, _, attribute = entry.factory.partition(":")
-    try:
+    with _blaming(entry.factory, component, source, doing="importing"):
         return _attribute(importlib.import_module(module), attribute)
+
+
+@contextmanager
+def _blaming(factory: str, component: str, source: Source, *, doing: str) -> Generator[None]:
+    """Convert what a plugin's code raises into an error that names the plugin and the remedy."""
+    try:
+        yield
     except ModuleNotFoundError as error:
-        raise _not_installed(error, entry.factory, component, source) from error
+        raise _not_installed(error, factory, component, source) from error
     except AglError:
         raise
-    # A plugin's module may raise anything, and some scripts call sys.exit where they find no
-    # device.
-    except (Exception, SystemExit) as error:  # a plugin's module may raise anything
+    # A plugin's code may raise anything, and some scripts call sys.exit where they find no device.
+    except (Exception, SystemExit, GeneratorExit) as error:
         raise BrokenPluginError(
-            f"{component} cannot be built: importing {entry.factory!r} of the plugin {source.shown_name} raised "
+            f"{component} cannot be built: {doing} {factory!r} of the plugin {source.shown_name} raised "
             f"{describe(error)}; {source.remedy}"
         ) from error
 
@@ -62,14 +76,28 @@ def resolve(entry: Entry, component: str, source: Source) -> Callable[..., Any]:
 def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any]) -> Any:
     """Build the component; raises :class:`ConfigError`, which names the wrong parameter and the accepted ones."""
     factory = resolve(entry, component, source)
-    made = factory(**checked_params(factory, component, params))
+    checked = checked_params(factory, component, params)
+    # Parts that an experiment brings itself belong to no plugin; their callers know better what to say.
+    if not source.module:
+        return factory(**checked)
+    with _blaming(str(entry.factory), component, source, doing="calling"):
+        made = factory(**checked)
     check_contract(made, entry, component, source)
     return made
 
 
 def check_contract(made: Any, entry: Entry, component: str, source: Source) -> None:
-    """Raise :class:`BrokenPluginError` if a component, or its class, lacks a method of its contract."""
-    lacking = [name for name in METHODS.get(type(entry).__name__, ()) if not hasattr(made, name)]
+    """Raise :class:`BrokenPluginError` if a component, or its class, lacks a part of its contract."""
+    contract = next((contract for kind, contract in CONTRACTS.items() if isinstance(entry, kind)), object)
+    required = vars(contracts.Sink if contract is contracts.Exporter and hasattr(made, "begin") else contract)
+    names = [name for name in required if name == "__call__" or not name.startswith("_")]
+    if isinstance(made, type):
+        has = {name for base in made.__mro__ for name in vars(base)}  # not by hasattr: every class can be called
+        # Objects may get attributes, and with __getattr__ methods, that their class does not have.
+        names = [name for name in names if inspect.isfunction(required[name]) and "__getattr__" not in has]
+    else:
+        has = {name for name in names if hasattr(made, name)}
+    lacking = [name for name in names if name not in has]
     if lacking:
         raise BrokenPluginError(
             f"{component} of the plugin {source.shown_name} lacks {', '.join(lacking)}, which its contract in "

@@ -219,7 +219,7 @@ class PluginManager:
         for impl in hookimpls(self._hooks, hook):
             try:
                 impl.function(*(values[name] for name in impl.argnames))
-            except Exception as error:  # noqa: BLE001  # an observer only watches
+            except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001  # an observer only watches
                 self._note_failure(impl.plugin_name, hook, error)
 
     def status(self) -> list[PluginStatus]:
@@ -290,7 +290,7 @@ class PluginManager:
     def _source_of(self, entry: Entry) -> Source:
         return self._catalog.source_of(entry) or Source(name=entry.name)
 
-    def _note_failure(self, plugin: str, hook: str, error: Exception) -> None:
+    def _note_failure(self, plugin: str, hook: str, error: BaseException) -> None:
         self._failures[plugin] = self._failures.get(plugin, 0) + 1
         # Logged once: an observer that fails at every rollout would bury the run's own lines.
         if self._failures[plugin] == 1:

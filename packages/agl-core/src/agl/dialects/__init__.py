@@ -9,6 +9,15 @@ from agl.dialects._calls import calls_of
 from agl.dialects._conversation import call_messages
 from agl.dialects._exchange import Exchange, dialect_of
 from agl.dialects._request import Request, sampled
-from agl.dialects._streamed_calls import StreamedCalls
+from agl.dialects._streamed_message import StreamedCalls, StreamedMessage
 
-__all__ = ["Exchange", "Request", "StreamedCalls", "call_messages", "calls_of", "dialect_of", "sampled"]
+__all__ = [
+    "Exchange",
+    "Request",
+    "StreamedCalls",
+    "StreamedMessage",
+    "call_messages",
+    "calls_of",
+    "dialect_of",
+    "sampled",
+]

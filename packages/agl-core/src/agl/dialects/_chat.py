@@ -13,7 +13,7 @@ import msgspec
 from agl.dialects._exchange import Answer, Choice
 from agl.dialects._foreign import as_dict, version_in
 from agl.dialects._sse import decode_events, payloads
-from agl.dialects._streamed_calls import StreamedCalls
+from agl.dialects._streamed_message import StreamedMessage
 from agl.schemas import Json
 
 ContentKey = Literal["message", "text"]
@@ -121,10 +121,7 @@ class _ChoiceBuilder:
     """Builds one choice of a stream from its deltas."""
 
     def __init__(self) -> None:
-        # Lists of parts, joined at the end: adding strings one by one may copy the text each time.
-        self.texts: dict[str, list[str]] = {}
-        self.fields: dict[str, Json] = {}
-        self.calls = StreamedCalls()
+        self.message = StreamedMessage()
         self.ids: list[int] | None = None
         self.prompt_ids: list[int] | None = None
         self.logprobs: list[float | None] | None = None
@@ -133,7 +130,7 @@ class _ChoiceBuilder:
 
     def add(self, choice: _Choice) -> None:
         """Add one delta of the choice, with its tokens."""
-        self._add_delta(choice.delta or {"text": choice.text})
+        self.message.add(choice.delta or {"text": choice.text})
         if (ids := choice.ids()) is not None:
             self.ids = self.ids or []
             self.ids += ids
@@ -144,23 +141,13 @@ class _ChoiceBuilder:
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
 
-    def _add_delta(self, delta: dict[str, Any]) -> None:
-        for key, value in delta.items():
-            if key == "tool_calls":
-                self.calls.add(value)
-            elif isinstance(value, str) and key != "role":
-                self.texts.setdefault(key, []).append(value)
-            elif value is not None:
-                self.fields[key] = value
-
     def content(self, content_key: ContentKey) -> dict[str, Json]:
         """The choice's text or assistant message, in the form of a plain body."""
-        texts = {key: "".join(parts) for key, parts in self.texts.items()}
+        found = self.message.whole()
         if content_key == "text":
-            return {"text": texts.get("text", "")}
-        message: dict[str, Json] = {"role": "assistant", "content": None, **self.fields, **texts}
-        if calls := self.calls.whole():
-            message["tool_calls"] = calls
+            return {"text": found.get("text", "")}
+        message: dict[str, Json] = {"role": "assistant", "content": None, **found}
+        if message.get("tool_calls"):
             # Without text, OpenAI's content is null next to tool calls and that of some servers is
             # ""; a plain body has null.
             message["content"] = message["content"] or None
@@ -169,47 +156,49 @@ class _ChoiceBuilder:
 
 def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
     """Parse the part of an answer that has arrived in a stream."""
-    found, is_done = payloads(data)
-    chunks = decode_events(found, _CHUNK, _CHUNKS)
     builders: dict[int, _ChoiceBuilder] = {}
-    for chunk in chunks:
-        for choice in chunk.choices:
-            builder = builders.get(choice.index)
-            if builder is None:
-                builder = builders[choice.index] = _ChoiceBuilder()
-            builder.add(choice)
-    # Servers report an error in the middle of a stream as an event, after the status 200.
-    error = next((text for chunk in chunks if (text := error_text(chunk.error))), "")
-    if not builders:
+    body, error, is_done = None, "", False
+    for found, is_last in payloads(data):
+        is_done |= is_last
+        chunks = decode_events(found, _CHUNK, _CHUNKS)
+        for chunk in chunks:
+            for choice in chunk.choices:
+                builder = builders.get(choice.index)
+                if builder is None:
+                    builder = builders[choice.index] = _ChoiceBuilder()
+                builder.add(choice)
+        # Servers report an error in the middle of a stream as an event, after the status 200.
+        error = error or next((text for chunk in chunks if (text := error_text(chunk.error))), "")
+        if (body := body or _head(found)) is not None:
+            _merge(body, chunks)
+    if body is None or not builders:
         return Answer(error=error)
-    body = _merged(_head(found), chunks)
+    body.object = "text_completion" if body.object == "text_completion" else "chat.completion"
     choices = tuple(
         _streamed_choice(body, index, builders[index], content_key, is_done=is_done) for index in sorted(builders)
     )
     return Answer(choices=choices, model_version=_version(body), error=error)
 
 
-def _head(found: list[bytes]) -> _Body:
-    """The first event that is a readable chunk, which has the answer's id and model."""
+def _head(found: list[bytes]) -> _Body | None:
+    """The first event that is a readable chunk, which has the answer's id and model; ``None`` without one."""
     # The first event may be a comment or a ping of a proxy.
     for data in found:
         try:
             return _BODY.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
-    return _Body()
+    return None
 
 
-def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
-    """Fill in ``body``, the stream's first chunk, from all chunks: the first prompt ids, the last usage and version."""
+def _merge(body: _Body, chunks: list[_Chunk]) -> None:
+    """Add to ``body``, the stream's first chunk, the first prompt ids and the last usage and version of ``chunks``."""
     for chunk in chunks:
         # On the first chunk of a vLLM stream only.
         body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids
         for name in ("usage", *_VERSION_FIELDS):
             if value := getattr(chunk, name):
                 setattr(body, name, value)
-    body.object = "text_completion" if body.object == "text_completion" else "chat.completion"
-    return body
 
 
 def _streamed_choice(

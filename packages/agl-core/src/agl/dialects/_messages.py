@@ -44,14 +44,13 @@ def _list(value: Any) -> list[Any] | None:
 
 def read_stream(data: bytes) -> Answer:
     """Parse the part of an answer that has arrived in a stream."""
-    events = objects(data)
     message: dict[str, Any] = {}
     # By index: with parallel tools a server may interleave the deltas of several blocks.
     blocks: dict[int, dict[str, Any]] = {}
     # The input of a tool comes as pieces of JSON text, which can be parsed at the end only.
     inputs: dict[int, list[str]] = {}
     is_finished, error = False, ""
-    for event in events:
+    for event in objects(data):
         match event.get("type"):
             case "message_start" if isinstance(event.get("message"), dict):
                 message = dict(event["message"])

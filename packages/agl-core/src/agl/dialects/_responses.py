@@ -5,6 +5,7 @@ only, so an answer with tool calls or with marker tokens has fewer of them than 
 it. Other servers may add ``prompt_token_ids``, ``token_ids`` and ``logprobs`` (a list of numbers) for the whole answer.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -26,23 +27,23 @@ def read_body(data: bytes) -> Answer:
 
 def read_stream(data: bytes) -> Answer:
     """Parse the answer in a stream: the final event's response, or the items that arrived if the stream was cut."""
-    events = objects(data)
-    # The final event is the last one or nearly so.
-    for event in reversed(events):
-        if event.get("type") in _FINAL and isinstance(event.get("response"), dict):
-            return _answer(as_dict(event["response"]), is_finished=True)
-    error = next((error_text(event.get("error") or event.get("message")) for event in events if _is_error(event)), "")
-    first = next((event["response"] for event in events if isinstance(event.get("response"), dict)), None)
+    first: dict[str, Any] | None = None
+    final: dict[str, Any] | None = None
+    error = ""
+    for event in objects(data):
+        if isinstance(event.get("response"), dict):
+            first = first or event["response"]
+            final = event["response"] if event.get("type") in _FINAL else final
+        if not error and (event.get("type") == "error" or "error" in event):
+            error = error_text(event.get("error") or event.get("message"))
+    if final is not None:
+        return _answer(final, is_finished=True)
     if first is None:
         return Answer(error=error)
     # Kept for people: a cut answer is rejected, and they want to see how far it came.
-    partial = {**as_dict(first), "status": "in_progress", "output": _items(events)}
+    partial = {**first, "status": "in_progress", "output": _items(objects(data))}
     answer = _answer(partial, is_finished=False)
     return msgspec.structs.replace(answer, error=error or answer.error)
-
-
-def _is_error(event: dict[str, Any]) -> bool:
-    return event.get("type") == "error" or "error" in event
 
 
 def _answer(body: dict[str, Any], *, is_finished: bool) -> Answer:
@@ -94,7 +95,7 @@ def _tokens(messages: Any, plain: Any) -> list[int] | None:
     return [number for tokens in lists for number in tokens] if lists else None
 
 
-def _items(events: list[dict[str, Any]]) -> list[Any]:
+def _items(events: Iterable[dict[str, Any]]) -> list[Any]:
     """The output items of a stream that ended early; an unfinished item is built from its deltas."""
     items: dict[int, Any] = {}
     for event in events:

@@ -61,7 +61,7 @@ def find_disagreement(spans: Sequence[Span], *, attempt_id: str | None) -> Agree
     enclosing = Enclosing(own)
     return Agreement(
         unseen=tuple(_loose_call(span, enclosing) for span in unseen),
-        unattributed=tuple(_loose_call(span, enclosing) for span in loose if is_framework_there),
+        unattributed=tuple(_loose_call(span, enclosing) for span in loose if is_framework_there and not _embeds(span)),
     )
 
 
@@ -120,6 +120,11 @@ def _enclosing_span(span: Span, by_id: Mapping[str, Span]) -> Span | None:
     # client.
     found = found or by_id.get(span.parent_id or "")
     return None if found is None or found.name == semconv.ROOT_SPAN_NAME else found
+
+
+def _embeds(span: Span) -> bool:
+    """True if the call embeds texts, which no agent says and frameworks do not report."""
+    return span.call is not None and span.call.dialect == "embeddings"
 
 
 def _is_watched(span: Span) -> bool:

@@ -206,24 +206,31 @@ class _DriftFinder:
         # or a cut, not drift.
         if call == NONE or position * 4 <= floor or position * 4 >= min(len(prompt), len(context)):
             return ""
-        answered = self._answer_at(self.branch_of[call], position)
+        answered = self._answer_at(self.branch_of[call], position, prompt)
         if answered == NONE:
             return ""
         recorded, sent = self._window(context, position), self._window(prompt, position)
         return (
-            f"drift: the prompt repeats {position} tokens of a conversation and differs from token {position} on, "
+            f"drift: the prompt repeats a conversation and differs from token {position} on, "
             f"at the answer of call {self.name_of(answered)}: recorded {recorded}, sent {sent}"
         )
 
-    def _answer_at(self, branch: _Branch | None, position: int) -> int:
-        """The call whose answer contains ``position`` or begins up to ``DRIFT_SLACK`` tokens later; else ``NONE``."""
+    def _answer_at(self, branch: _Branch | None, position: int, prompt: bytes) -> int:
+        """The call at whose answer ``prompt`` differs from ``position`` on; else ``NONE``.
+
+        The answer contains the position or begins up to ``DRIFT_SLACK`` tokens later, or the prompt has the answer at
+        the position and leaves out what the answered prompt has there, such as an empty block of reasoning.
+        """
         # The tokens before a fork belong to the branch that it forked from.
         while branch is not None:
-            # Calls of a branch grow, so their starts are sorted.
             k = bisect_right(branch.calls, position, key=self._start_of) - 1
-            if k >= 0:
-                return branch.calls[k] if position < _end_of(self.calls[branch.calls[k]]) else NONE
-            branch = branch.origin if position < branch.shared else None
+            if k >= 0 and position < _end_of(self.calls[branch.calls[k]]):
+                return branch.calls[k]
+            for later in branch.calls[k + 1 : k + 2]:
+                answer = self.calls[later].response_ids[: SHOWN * 4]
+                if answer and prompt.startswith(answer, position * 4):
+                    return later
+            branch = branch.origin if k < 0 and position < branch.shared else None
         return NONE
 
     def _start_of(self, call: int) -> int:

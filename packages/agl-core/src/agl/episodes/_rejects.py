@@ -156,7 +156,7 @@ def _unusable(call: ModelCall) -> Reject | None:
         status = f"HTTP status {call.status_code}" if call.status_code else "no response"
         return Reject(reason="error", detail=f"{status}: {call.error}" if call.error else status)
     if not call.is_complete:
-        return Reject(reason="incomplete", detail=f"the answer was cut after {call.response_len} tokens")
+        return Reject(reason="incomplete", detail=f"the answer was cut at token {call.response_len}")
     # Their ids stand for placeholders; training on them would teach the model to answer images that
     # it was not shown.
     if call.inputs:

@@ -128,10 +128,10 @@ def _disagreement(found: Agreement, options: EpisodeOptions) -> Reject | None:
     # A tool's own model is not a policy of the experiment: what it said is in the tool's result.
     missed = [call for call in found.unseen if not call.is_foreign]
     if missed and options.unseen == "drop":
-        detail = f"{len(missed)} model calls of the attempt were not recorded; {missed[0].client} made one"
+        detail = f"model calls of the attempt that were not recorded: {len(missed)}, such as by {missed[0].client}"
         return Reject(reason="unseen_calls", detail=detail)
     if found.unattributed and options.unattributed == "drop":
-        detail = f"{len(found.unattributed)} recorded calls lie outside the framework's spans"
+        detail = f"recorded calls outside the framework's spans: {len(found.unattributed)}"
         return Reject(reason="unattributed", detail=detail)
     return None
 

@@ -7,7 +7,7 @@ from agl.stores._queries import all_spans, is_wanted, read_recordings, select, s
 from agl.stores._store import Backend, TableStore, Work
 from agl.stores._tables import Reads, Tables
 from agl.stores._tallies import counted, place_of, reward_of, share_of
-from agl.stores._urls import shown_url, web_parts, without_credentials
+from agl.stores._urls import base_url_of, shown_url, web_parts, without_credentials
 from agl.stores._values import DAMAGE, MAX_SEQUENCE, check_recording, is_name, note_damage, placed, readable
 from agl.stores._wake_up import WakeUp
 
@@ -24,6 +24,7 @@ __all__ = [
     "WakeUp",
     "Work",
     "all_spans",
+    "base_url_of",
     "check_recording",
     "closed",
     "counted",

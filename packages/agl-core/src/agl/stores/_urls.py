@@ -3,6 +3,9 @@
 import re
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
+from agl.dialects._exchange import ENDPOINTS, dialect_of
+from agl.errors import ConfigError
+
 _WRITTEN = re.compile(r"[!-~]+")
 """A regular expression for printable ASCII text without spaces, which every URL is."""
 
@@ -16,6 +19,33 @@ def web_parts(url: str) -> SplitResult | None:
     except ValueError:  # of brackets or a port that are none
         return None
     return parts if is_web and _WRITTEN.fullmatch(url) else None
+
+
+def base_url_of(given: str, *, who: str) -> str:
+    """Return the base URL of a model API, to which calls add their endpoint, without a slash at its end.
+
+    Args:
+        given: The URL as a person wrote it.
+        who: The start of the error's message, such as ``policy 'main': base_url``.
+
+    Raises:
+        ConfigError: The text is not an http(s) URL, has a query, or ends with an endpoint such as
+            ``/chat/completions``.
+    """
+    plain, _, query = given.partition("?")
+    plain, found = plain.rstrip("/"), f"{who} {shown_url(given)!r}"
+    if web_parts(given) is None:
+        host = "[IPV6]" if given.count(":") > 2 and "[" not in given else "HOST"
+        raise ConfigError(f"{found} is not a URL; write http://{host}:PORT/v1")
+    if query:
+        raise ConfigError(
+            f"{found} has a query, which would get lost; leave it out. Azure needs no api-version at "
+            "https://RESOURCE.openai.azure.com/openai/v1"
+        )
+    if dialect := dialect_of(plain):
+        endpoint = ENDPOINTS[dialect]
+        raise ConfigError(f"{found} ends with {endpoint}, which calls add; write {plain.removesuffix(endpoint)}")
+    return plain
 
 
 def without_credentials(url: str) -> str:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import Context, copy_context
 from functools import wraps
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 from agl.tracing import _patches
@@ -55,7 +55,9 @@ def _install() -> list[Undo]:
     # Imported here, because code that never enters a rollout does not pay for the readers of model calls.
     from agl.tracing._wire.hook import install
 
-    return [patch(ThreadPoolExecutor, "submit", _submit), patch(Thread, "start", _start), install()]
+    # Other instrumentation may have given Timer a start of its own, which would go past that of Thread.
+    starts = [patch(kind, "start", _start) for kind in (Thread, Timer) if "start" in vars(kind)]
+    return [patch(ThreadPoolExecutor, "submit", _submit), *starts, install()]
 
 
 def _submit(original: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from agl import PluginManager
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl.schemas import RolloutStatus
 from agl.stores import MemoryStore, TableStore, shown_url
 from agl_inspect.retention import FINISHED
@@ -161,26 +162,26 @@ async def _restore(
 
 def _archive_report(done: "Archived", url: str) -> Iterator[str]:
     size = f" ({done.bytes / (1 << 20):.1f} MiB)" if done.bytes else ""
-    of = f" of {_counted(len(done.experiments), 'experiment')}" if done.experiments else ""
-    yield f"{'would archive' if done.is_dry_run else 'archived'} {_counted(done.rollouts, 'rollout')}{of}{size}"
+    of = f" of {count_of(len(done.experiments), 'experiment')}" if done.experiments else ""
+    yield f"{'would archive' if done.is_dry_run else 'archived'} {count_of(done.rollouts, 'rollout')}{of}{size}"
     if done.known:
-        yield f"{_counted(done.known, 'rollout')} in the archive already: not written again"
+        yield f"{count_of(done.known, 'rollout')} in the archive already: not written again"
     if done.others:
         whose = "whose id" if len(done.others) == 1 else "whose ids"
         yield (
-            f"left out {_counted(len(done.others), 'rollout')} of another run, {whose} the archive has already: "
+            f"left out {count_of(len(done.others), 'rollout')} of another run, {whose} the archive has already: "
             f"{_listed(done.others)}; archive into another folder"
         )
     if done.removed:
-        yield f"read back and compared, and removed from the store: {_counted(done.removed, 'rollout')}"
+        yield f"read back and compared, and removed from the store: {count_of(done.removed, 'rollout')}"
     if done.compaction is not None:
         sizes = done.compaction.after / (1 << 20), done.compaction.before / (1 << 20)
         yield "the store has {:.1f} MiB instead of {:.1f} MiB".format(*sizes)
     if done.needed:
-        yield f"kept {_counted(done.needed, 'rollout')} of experiments that are not finished"
+        yield f"kept {count_of(done.needed, 'rollout')} of experiments that are not finished"
     if done.changed:
         yield (
-            f"kept {_counted(len(done.changed), 'rollout')} that changed after the archiving, such as by a late "
+            f"kept {count_of(len(done.changed), 'rollout')} that changed after the archiving, such as by a late "
             f"reward: {_listed(done.changed)}; archive them into another folder, or remove them with agl runs rm"
         )
     if done.rollouts and not done.is_dry_run:
@@ -188,17 +189,13 @@ def _archive_report(done: "Archived", url: str) -> Iterator[str]:
 
 
 def _restore_report(done: "Restored", store_url: str, *, is_dry_run: bool) -> Iterator[str]:
-    of = f" of {_counted(len(done.experiments), 'experiment')}" if done.experiments else ""
-    yield f"{'would restore' if is_dry_run else 'restored'} {_counted(done.rollouts, 'rollout')}{of}"
+    of = f" of {count_of(len(done.experiments), 'experiment')}" if done.experiments else ""
+    yield f"{'would restore' if is_dry_run else 'restored'} {count_of(done.rollouts, 'rollout')}{of}"
     if done.known:
-        yield f"{_counted(done.known, 'rollout')} in the store already: not written again"
+        yield f"{count_of(done.known, 'rollout')} in the store already: not written again"
     if done.rollouts and not is_dry_run:
         yield f"look with: {command('runs', store_url=store_url)}"
 
 
 def _listed(ids: Sequence[str]) -> str:
     return ", ".join(ids[:_NAMED]) + (" and more" if len(ids) > _NAMED else "")
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -11,6 +11,7 @@ import click
 
 from agl import PluginManager
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl.schemas import Mode
 from agl.stores import TableStore
 from agl_data.importing.importer import File, Imported, find_files, import_files
@@ -19,7 +20,7 @@ from agl_data.importing.runs import Target
 from agl_inspect.stores import as_url, build_store, command
 from agl_inspect.terminal.opening import pass_manager
 from agl_inspect.terminal.output import json_option, print_json
-from agl_inspect.text import count_of, visible
+from agl_inspect.text import visible
 
 FIRST_USER = "first-user"
 DEFAULT_STORE = "sqlite:///runs/agl.db"

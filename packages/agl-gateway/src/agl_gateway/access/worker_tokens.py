@@ -13,7 +13,7 @@ from agl.errors import ConfigError
 from agl_gateway.access.audit import Deed
 from agl_gateway.access.identity import Admission
 from agl_gateway.wire.problems import Problem
-from agl_inspect.keys import KeyFile, Keys
+from agl_inspect.keys import KeyFile, Keys, joined_keys
 from agl_run.access import AttemptTokens
 
 WORKER_TOKENS = "/worker-tokens"
@@ -30,10 +30,11 @@ def named_keys(variable: str, *, purpose: str) -> Keys | None:
     The file is read again when it changes. The result is ``None`` if neither variable is set.
 
     Raises:
-        ConfigError: The file cannot be read.
+        ConfigError: A key is too short, or the file cannot be read.
     """
-    if given := os.environ.get(variable, "").encode():
-        return lambda: given
+    if given := os.environ.get(variable, ""):
+        keys = joined_keys(given.encode(), source=f"the {purpose} in {variable}")
+        return lambda: keys
     named = os.environ.get(f"{variable}_FILE", "")
     try:
         return KeyFile(Path(named), purpose=purpose) if named else None

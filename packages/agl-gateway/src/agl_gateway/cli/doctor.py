@@ -10,15 +10,15 @@ import socket
 import sqlite3
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
-from ipaddress import ip_address
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, Literal, cast
 from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.request import getproxies_environment
 
 import aiohttp
 import click
@@ -26,11 +26,13 @@ import click
 from agl import PluginManager
 from agl.contracts import Presence, Store
 from agl.errors import AglError, ConfigError, StoreError
+from agl.hints import count_of
 from agl.schemas import Record, new_trace_id
-from agl.stores import shown_url
+from agl.stores import base_url_of, shown_url
 from agl_gateway.access.worker_tokens import ADMIN_ENV, named_keys
-from agl_gateway.processes.presence import GATEWAYS, gateways_of
+from agl_gateway.processes.announcement import GATEWAYS, gateways_of
 from agl_gateway.record.spool_file import SpoolReport, default_folder, spools_in
+from agl_gateway.relay.routing import proxy_for
 from agl_inspect.keys import state_dir
 from agl_inspect.stores import SQLITE, as_url, build_store
 from agl_inspect.terminal.opening import pass_manager, resolve_url, with_store
@@ -43,6 +45,7 @@ from agl_run import (
     WORKER_TOKEN_FILE_ENV,
     ExperimentConfig,
     client_context,
+    is_loopback,
     is_secret_given,
     load_config,
     refusal_of,
@@ -63,7 +66,6 @@ _READ_S = 30.0
 _TIMEOUT_S = 10.0
 _MIN_FREE, _WARN_FREE = 64 << 20, 1 << 30
 _UNREACHABLE = "start it, or correct the address; look at firewalls between this machine and it"
-_LOCAL = ("localhost", "")
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Maps the address of a server that listens on all addresses to the loopback address to connect to."""
 
@@ -115,6 +117,7 @@ class Patient:
         spool: The folder of the spools on this machine.
         ports: Addresses on which parts of the deployment listen or will listen.
         keys: Environment variables that the deployment's experiment names.
+        models: The base URLs of the experiment's policies, by check.
     """
 
     store_url: str = ""
@@ -124,6 +127,7 @@ class Patient:
     spool: Path = field(default_factory=default_folder)
     ports: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     keys: list[str] = field(default_factory=list[str])
+    models: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def patient_of(target: str) -> Patient:
@@ -143,6 +147,7 @@ async def examine(patient: Patient, manager: PluginManager) -> list[Finding]:
         *versions(manager),
         *secrets(patient.keys),
         *ports(patient.ports),
+        *models(patient.models),
         *disks(patient),
         *map(_spool, spools_in(patient.spool)),
     ]
@@ -209,6 +214,22 @@ def ports(addresses: Iterable[tuple[str, int]]) -> Iterator[Finding]:
             yield _ok(check, "something listens there, as it should while the experiment runs")
 
 
+def models(urls: Mapping[str, str]) -> Iterator[Finding]:
+    """Report the environment's proxies, and which base URLs are wrong or asked through a proxy; by check."""
+    proxies = getproxies_environment()
+    for scheme in sorted(proxies.keys() & {"http", "https"}):
+        text = f"model servers at {scheme}:// are asked through {shown_url(proxies[scheme])}, except those in NO_PROXY"
+        yield _ok(f"proxy for {scheme}", text)
+    for check, given in urls.items():
+        try:
+            url = base_url_of(given, who="its base_url")
+        except ConfigError as error:
+            yield _wrong(check, str(error))
+        else:
+            proxy = shown_url(proxy_for(url, proxies))
+            yield _ok(check, f"{shown_url(url)} is asked " + (f"through the proxy {proxy}" if proxy else "directly"))
+
+
 def disks(patient: Patient) -> Iterator[Finding]:
     """Check the free space on the disks of the state folder, the spools and a SQLite store."""
     places = {"disk of the state folder": state_dir(), "disk of the spool": patient.spool}
@@ -230,7 +251,7 @@ def transport(*urls: str) -> Iterator[Finding]:
     """Report which connections to other machines are encrypted, and warn of those that are not."""
     for url in dict.fromkeys(filter(None, urls)):
         parts = urlsplit(url)
-        if _is_local(parts.hostname or ""):
+        if parts.hostname is None or is_loopback(url):
             continue
         if parts.scheme == "http":
             text = f"{shown_url(url)} is not encrypted: tokens and prompts can be read on the way"
@@ -353,7 +374,7 @@ async def _gateways(store: Store, check: str) -> AsyncIterator[Finding]:
     living = [each for each in found if not each.is_gone]
     if living:
         held = sum(each.calls for each in living)
-        yield _ok("gateways", f"{len(living)} live and hold {held} calls in their spools")
+        yield _ok("gateways", f"{len(living)} live and hold {count_of(held, 'call')} in their spools")
 
 
 async def forget_gone(store: Store) -> int:
@@ -379,6 +400,10 @@ def _of_experiment(config: ExperimentConfig, folder: Path) -> Patient:
     if isinstance(spool, str) and spool not in ("", "off"):
         patient.spool = Path(spool)
     named = (policy.params.get("api_key_env") for policy in config.policy.values())
+    for name, policy in config.policy.items():
+        given: Any = policy.params.get("base_url", [])
+        urls = cast("list[Any]", given) if isinstance(given, list) else [given]
+        patient.models |= {f"model server {number} of {name}": str(url) for number, url in enumerate(urls, 1)}
     patient.keys = sorted({name for name in named if isinstance(name, str) and name})
     return patient
 
@@ -438,10 +463,11 @@ def _spool(found: SpoolReport) -> Finding:
         return _ok(check, "a gateway uses it")
     if found.calls:
         age = max(0.0, time.time() - found.oldest_at)
-        held = f"holds {found.calls} calls ({found.size} bytes, the oldest {age:.0f} s old) for {found.store_url}"
+        calls = count_of(found.calls, "call")
+        held = f"holds {calls} ({found.size} bytes, the oldest {age:.0f} s old) for {found.store_url}"
         advice = "start a gateway of that store here, with the same --spool folder"
         return _wrong(check, f"{held}, and no gateway drains it", advice)
-    text = f"{found.refused} calls that the store refused, with its reasons" if found.refused else "is empty"
+    text = f"calls that the store refused, with its reasons: {found.refused}" if found.refused else "is empty"
     advice = "look at its table refused, and remove the file when you need it no longer"
     return _judged(check, not found.refused, text, advice, otherwise="warning")
 
@@ -458,13 +484,6 @@ def _version(theirs: str) -> Finding:
     ours = next((found.version for found in distributions() if found.name == "agl-gateway"), "")
     text = theirs if theirs == ours else f"{theirs or 'unknown'}, and {ours} here"
     return _judged("version of the gateway", theirs == ours, text, "run the same release everywhere")
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host in _LOCAL
 
 
 async def _json(answer: aiohttp.ClientResponse) -> dict[str, Any]:
@@ -493,13 +512,13 @@ def doctor(manager: PluginManager, target: str, forget: bool, as_json: bool) -> 
     """Check a deployment: TARGET is an experiment file, or the URL of a gateway or store; by default the only store
     here.
 
-    Checks versions, secrets, ports, disks, encryption, clocks, the gateway's token and health, the store's pages and
-    writes, and spools that no gateway drains. The exit status is 1 if something is wrong.
+    Checks versions, secrets, ports, proxies, disks, encryption, clocks, the gateway's token and health, the store's
+    pages and writes, and spools that no gateway drains. The exit status is 1 if something is wrong.
     """
     patient = patient_of(target)
     if forget:
         count = with_store(manager, patient.store_url, forget_gone)
-        click.echo(f"took {count} gateways off the list")
+        click.echo(f"took {count_of(count, 'gateway')} off the list")
         return
     found = asyncio.run(examine(patient, manager))
     if as_json:
@@ -520,5 +539,5 @@ def _line(finding: Finding) -> str:
 def _summary(found: list[Finding]) -> str:
     wrong, warnings = (sum(finding.state == state for finding in found) for state in ("wrong", "warning"))
     if wrong or warnings:
-        return f"{len(found)} checks: {wrong} wrong, {warnings} warnings"
+        return f"{count_of(len(found), 'check')}: {wrong} wrong, {count_of(warnings, 'warning')}"
     return f"{len(found)} checks: all is well"

@@ -17,7 +17,7 @@ import click
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError, StoreError
 from agl.hints import did_you_mean
-from agl.stores import shown_url
+from agl.stores import base_url_of, shown_url
 from agl_gateway.access.certificate import certificate_of
 from agl_gateway.access.worker_tokens import ADMIN_ENV, named_keys
 from agl_gateway.processes.supervisor import Place, Supervisor, listening, refusal
@@ -36,7 +36,6 @@ from agl_run.access import AttemptTokens
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CLIENT_ENV = "AGL_CLIENT_TOKEN"
-_MIN_KEY = 16
 _WAKE_S = 0.2
 _OPEN_PAUSES = 5
 _SAY_S = 30.0
@@ -91,6 +90,7 @@ def _setting(flag: str, name: str = "", **given: Any) -> Callable[[F], F]:
 @_setting("--tls-key", type=click.Path())
 @_setting("--audit-log", type=click.Path(dir_okay=False))
 @_setting("--timeout", "timeout_s")
+@_setting("--max-answer", metavar="BYTES")
 @_setting("--max-calls")
 @_setting("--max-spans")
 @_setting("--protect-status", "is_status_protected", is_flag=True)
@@ -242,7 +242,7 @@ def parse_upstream(text: str) -> Upstream:
         raise ConfigError(f"--upstream {text!r} has trained={given['trained']}; write trained=1, or leave it away")
     return Upstream(
         name=name,
-        base_url=base_url,
+        base_url=base_url_of(base_url, who=f"--upstream {name}:"),
         model=given.get("model", ""),
         api_key_env=given.get("key_env", ""),
         aliases=tuple(alias for alias in given.get("aliases", "").split("|") if alias),
@@ -251,15 +251,15 @@ def parse_upstream(text: str) -> Upstream:
     )
 
 
-def admin_key_of(token_file: Path | None) -> tuple[str | Keys, str]:
+def admin_key_of(token_file: Path | None) -> tuple[Keys, str]:
     """Return the admin token and the name of its source.
 
     The token comes from the environment, or from a file that only this user can read. A missing file is created. An
     existing file is not changed, so clients survive a restart. A file may hold several tokens, one per line, and is
     read again when it changes.
     """
-    if given := os.environ.get(ADMIN_ENV, ""):
-        return given, f"the environment variable {ADMIN_ENV}"
+    if ADMIN_ENV in os.environ and (keys := named_keys(ADMIN_ENV, purpose="admin token")):
+        return keys, f"the environment variable {ADMIN_ENV}"
     named = os.environ.get(f"{ADMIN_ENV}_FILE", "")
     path = token_file or (Path(named) if named else state_dir() / "serve-token")
     try:
@@ -278,15 +278,12 @@ def admin_key_of(token_file: Path | None) -> tuple[str | Keys, str]:
 
 def client_key_of() -> str | Keys:
     """Return the keys of conversation clients, from ``AGL_CLIENT_TOKEN`` or its file; ``""`` if neither is set."""
-    key = os.environ.get(_CLIENT_ENV, "")
-    if key and len(key) < _MIN_KEY:
-        raise ConfigError(f"{_CLIENT_ENV} has {len(key)} characters; set it to {_MIN_KEY} or more random ones")
     return named_keys(_CLIENT_ENV, purpose="client token") or ""
 
 
 async def _serve(
     service: GatewayService,
-    banner: Callable[[str], list[str]],
+    banner: Callable[[], list[str]],
     *,
     retention: RetentionLimits | None,
     place: Place | None,
@@ -294,7 +291,8 @@ async def _serve(
 ) -> None:
     """Serve until ``stopping`` is set, then write all remaining records to the store."""
     try:
-        lines = banner(await service.start())
+        await service.start()
+        lines = banner()
         if place is not None:
             place.report(lines=lines)
         else:
@@ -318,7 +316,8 @@ async def _wait(stopping: asyncio.Event) -> None:
             await stopping.wait()
 
 
-def _banner(service: GatewayService, url: str, *, store_url: str, token_source: str, split: Split | None) -> list[str]:
+def _banner(service: GatewayService, *, store_url: str, token_source: str, split: Split | None) -> list[str]:
+    url = service.advertised
     policies = ", ".join(service.router.targets) or "none; add one with --upstream NAME=URL"
     lines = [
         f"serving {shown_url(store_url)} at {url}",

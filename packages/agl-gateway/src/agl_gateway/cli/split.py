@@ -13,6 +13,7 @@ from agl_inspect.records.splits import ArmReport
 from agl_inspect.statistics import Criterion, check_better
 from agl_inspect.terminal.opening import pass_manager, store_option, with_store
 from agl_inspect.terminal.output import json_option, print_json, print_table
+from agl_inspect.text import ends
 
 _DEFAULT = ("production", "candidate")
 
@@ -89,7 +90,7 @@ async def better_arm(store: Store, name: str, pair: tuple[str, str], bar: Criter
         what = f"in {', '.join(names)}" if names else "in no resource"
         raise ConfigError(
             f"the arms {pair[0]} and {pair[1]} differ {what}, so their rewards say nothing about {name!r} alone; "
-            "read agl resources split, and promote resources that change together without --if-better"
+            "read agl resources split, and promote resources that change together with agl resources promote"
         )
     found = await samples(store, pins, experiment=experiment)
     old, new = (((f"{label} ({pins[label][name]})"), found[label].rewards) for label in pair)
@@ -108,7 +109,7 @@ async def _promote(
 
 
 def _row(arm: ArmReport) -> tuple[str, ...]:
-    interval = "-" if arm.low is None else f"[{arm.low:.4f}, {arm.high:.4f}]"
+    interval = ends(arm.low, arm.high, ".4f").strip() or "-"
     mean = "-" if arm.mean is None else f"{arm.mean:.4f}"
     versions = ", ".join(f"{name}@{version}" for name, version in arm.versions.items()) or "-"
     return (arm.label, str(arm.rollouts), str(arm.failed), str(arm.unrewarded), mean, interval, versions)

@@ -7,6 +7,7 @@ opening (which determines its seed), and the attempt's limits. A single process 
 A killed process loses its counts. A restart of the whole gateway loses the counts of all its processes.
 """
 
+import asyncio
 import logging
 import time
 from collections import Counter
@@ -20,8 +21,8 @@ from aiohttp import web
 
 from agl.schemas import new_trace_id
 from agl_gateway.access.identity import Admission
+from agl_gateway.processes.announcement import AnnouncedGateway
 from agl_gateway.processes.peers import PEER_HEADER, SIBLING, Peers, Siblings
-from agl_gateway.processes.presence import GatewayRecord
 from agl_gateway.recent import Recent
 
 _log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ _log = logging.getLogger(__name__)
 PATH = "/peers"
 
 _REMEMBERED = 20_000
+_LARGE = 1024 * 1024
+"""Bytes from which a body's digest is computed in a thread."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,30 +74,17 @@ class RequestKey:
 
 @dataclass
 class RequestIds:
-    """Assigns one id to a request and all of its retries.
-
-    A retry carries the same ``x-agl-request-id``, or the same body with a retry count above zero.
-    """
+    """Assigns one id to a request and all of its retries."""
 
     _recent: Recent[RequestKey, tuple[float, str]] = field(default_factory=lambda: Recent(_REMEMBERED))
 
-    def of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> tuple[str, int]:
-        """Return the id of a request, the same for all its retries, and the client's retry count."""
-        retries = _count(headers.get("x-stainless-retry-count", "0"))
-        if given := headers.get("x-agl-request-id", ""):
-            return given[:128], retries
-        key = _key(attempt_id, body)
-        if retries and (known := self._recent.get(key)) is not None:
-            return known[1], retries
+    def of(self, key: RequestKey, *, is_retry: bool) -> str:
+        """Return the id of the request with ``key``: a new one, or for a retry the id of the first try."""
+        if is_retry and (known := self._recent.get(key)) is not None:
+            return known[1]
         request_id = new_trace_id()
         self.learn(key, time.time(), request_id)
-        return request_id, retries
-
-    def retry_of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> RequestKey | None:
-        """Return the key of a retry whose first try another process may have received; else ``None``."""
-        if headers.get("x-stainless-retry-count", "0") == "0" or headers.get("x-agl-request-id", ""):
-            return None
-        return _key(attempt_id, body)
+        return request_id
 
     def known(self, key: RequestKey) -> tuple[float, str]:
         """Return the time (Unix seconds) and the id of the newest request with ``key``; ``(0.0, "")`` without one."""
@@ -105,8 +95,8 @@ class RequestIds:
         self._recent[key] = (at, request_id)
 
 
-def _key(attempt_id: str, body: bytes) -> RequestKey:
-    return RequestKey(attempt_id=attempt_id, size=len(body), digest=blake2b(body, digest_size=8).hexdigest())
+def _digest(body: bytes) -> str:
+    return blake2b(body, digest_size=8).hexdigest()
 
 
 def _count(text: str) -> int:
@@ -138,7 +128,21 @@ class AttemptFacts:
         """Return this process's counter of the attempt's ``calls`` and ``spans``; the caller may increment it."""
         return self._usage.touched(attempt_id, Counter)
 
-    async def find_request(self, key: RequestKey) -> None:
+    async def request_id(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> tuple[str, int]:
+        """Return the id of a request, the same for all its retries, and the client's retry count.
+
+        A retry carries the same ``x-agl-request-id``, or the same body with a retry count above zero.
+        """
+        retries = _count(headers.get("x-stainless-retry-count", "0"))
+        if given := headers.get("x-agl-request-id", ""):
+            return given[:128], retries
+        digest = await asyncio.to_thread(_digest, body) if len(body) > _LARGE else _digest(body)
+        key = RequestKey(attempt_id=attempt_id, size=len(body), digest=digest)
+        if retries:
+            await self._find_request(key)
+        return self.requests.of(key, is_retry=retries > 0), retries
+
+    async def _find_request(self, key: RequestKey) -> None:
         """Ask the other processes and gateways for the id of a repeated request, and remember the newest one."""
         question = Question(asks="request", attempt_id=key.attempt_id, digest=key.digest, size=key.size)
         replies = [await self._ask_siblings(question)]
@@ -201,7 +205,7 @@ class AttemptFacts:
         answers = await self._siblings.ask_all(PATH, msgspec.to_builtins(question))
         return _together([msgspec.convert(answer, Reply) for answer in answers.values()])
 
-    async def _ask_gateway(self, peer: GatewayRecord, question: Question) -> Reply:
+    async def _ask_gateway(self, peer: AnnouncedGateway, question: Question) -> Reply:
         status, text = await self._peers.ask(peer, PATH, msgspec.to_builtins(question))
         if status == 200:
             return msgspec.json.decode(text, type=Reply)

@@ -28,7 +28,7 @@ import msgspec
 from agl.contracts import Store
 from agl.errors import CaptureError, ConfigError, StoreError
 from agl.schemas import new_trace_id
-from agl_gateway.processes.presence import BEAT_S, GatewayRecord, gateways_of
+from agl_gateway.processes.announcement import BEAT_S, AnnouncedGateway, gateways_of
 from agl_gateway.record.outage import Outage
 from agl_gateway.record.recorder import Recorder
 from agl_run import client_context, refusal_of
@@ -216,7 +216,7 @@ class Peers:
     is_shared: bool
 
     def __post_init__(self) -> None:
-        self._known: list[GatewayRecord] = []
+        self._known: list[AnnouncedGateway] = []
         self._looked_at = float("-inf")
         self._context: ssl.SSLContext | None = None
 
@@ -242,7 +242,7 @@ class Peers:
         for number in self.siblings.holding():
             await self._settle_sibling(number, attempt_id)
 
-    async def gateways(self) -> list[GatewayRecord]:
+    async def gateways(self) -> list[AnnouncedGateway]:
         """Return one record for each other running gateway.
 
         If the store does not answer, the records are those of the last successful read.
@@ -257,7 +257,7 @@ class Peers:
         found = [f"{self.own_id} {self.newest_start()}", *others]
         return blake2b("\n".join(sorted(found)).encode(), digest_size=16).hexdigest()
 
-    async def ask(self, peer: GatewayRecord, path: str, body: Any) -> tuple[int, str]:
+    async def ask(self, peer: AnnouncedGateway, path: str, body: Any) -> tuple[int, str]:
         """Send a request to another gateway; returns the status and the text of its response.
 
         If the gateway does not answer, the result is 0 and the reason.
@@ -282,7 +282,7 @@ class Peers:
     def _has_peers(self) -> bool:
         return self.recorder.spool is not None and self.is_shared
 
-    def _others(self) -> list[GatewayRecord]:
+    def _others(self) -> list[AnnouncedGateway]:
         """Return the newest record of each other running gateway."""
         found = [each for each in self._known if each.group != self.own_id and each.is_shared and not each.is_gone]
         return list({each.group: each for each in sorted(found, key=lambda each: each.seen_at)}.values())
@@ -315,7 +315,7 @@ class Peers:
                 f"({left}); see why it cannot be started, then run the rollout again"
             )
 
-    async def _settle_at(self, peer: GatewayRecord, attempt_id: str) -> None:
+    async def _settle_at(self, peer: AnnouncedGateway, attempt_id: str) -> None:
         """Ask another gateway until it has stored the attempt's calls, or until it counts as gone."""
 
         async def is_gone() -> bool:

@@ -78,7 +78,8 @@ class CallRecord:
         route: The destination; ``None`` until it is decided.
         model_version: The version that serves the call.
         start_ns: Unix nanoseconds at the request's last byte.
-        exchange: Request and response; ``None`` until the call has ended.
+        exchange: Request and response; ``None`` until the call has ended, and again once its spans are made.
+        size: Total bytes of the call's request and response, once it has ended.
         number: The recorder's number for the call; 0 until the call has ended.
     """
 
@@ -89,6 +90,7 @@ class CallRecord:
     start_ns: int = field(default_factory=time.time_ns)
     started: float = field(default_factory=time.perf_counter)
     exchange: Exchange | None = None
+    size: int = 0
     number: int = 0
 
     @property
@@ -112,6 +114,7 @@ class CallRecord:
                 streamed.
         """
         latency_s = time.perf_counter() - self.started
+        self.size = len(self.outgoing.request.body) + len(body)
         self.exchange = Exchange(
             request=self.outgoing.request,
             request_id=self.context.request_id,
@@ -124,11 +127,6 @@ class CallRecord:
             retry_count=self.context.retry_count,
             error=error,
         )
-
-    @property
-    def size(self) -> int:
-        """Total bytes of the call's request and response."""
-        return len(self.outgoing.request.body) + (len(self.exchange.response) if self.exchange else 0)
 
 
 _NO_UPSTREAM = Upstream(name="", base_url="")

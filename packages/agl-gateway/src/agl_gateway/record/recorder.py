@@ -30,6 +30,9 @@ _log = logging.getLogger(__name__)
 _MAX_QUEUED = 2048
 _MAX_BYTES = 64 * 1024 * 1024
 _BATCH = 64
+_LARGE = 4 * 1024 * 1024
+"""Bytes from which a call is parsed in a thread, so that the event loop serves other requests meanwhile."""
+
 _MAX_FAILURES = 10_000
 _STREAM_GRACE_S = 2.0
 _LINGER_S = 0.005
@@ -261,7 +264,8 @@ class Recorder:
         batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
         parsed: list[tuple[CallRecord, list[Span]]] = []
         for queued in batch:
-            parsed.append((queued, self._parse(queued)))
+            parsed.append((queued, await self._parse(queued)))
+            queued.exchange = None  # the spans have what it held
             await asyncio.sleep(0)
         if self.spool is not None:
             await self._keep(self.spool, parsed)
@@ -373,9 +377,9 @@ class Recorder:
         if self.on_held is not None:
             self.on_held(self._held)
 
-    def _parse(self, recorded: CallRecord) -> list[Span]:
+    async def _parse(self, recorded: CallRecord) -> list[Span]:
         try:
-            return spans_of(recorded)
+            return await asyncio.to_thread(spans_of, recorded) if recorded.size > _LARGE else spans_of(recorded)
         except Exception as error:  # noqa: BLE001  # isolation: one unforeseen body must not end all recording
             _log.exception("a model call of attempt %s could not be read", recorded.attempt_id)
             self._fail(recorded.attempt_id, repr(error), 1)

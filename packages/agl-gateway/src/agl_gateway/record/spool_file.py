@@ -380,6 +380,6 @@ async def spools_for(store: Store, choice: str, *, shown: str, without: Collecti
 def left_text(calls: int, path: Path | None) -> str:
     """Return the message of a gateway that stops while calls are left in its spool."""
     return (
-        f"{calls} calls stay in the spool {path}, because the store does not answer; the next gateway that starts on "
-        "this machine with the same store and spool brings them there"
+        f"the store does not answer, and calls stay in the spool {path}: {calls}; the next gateway that starts on this "
+        "machine with the same store and spool brings them there"
     )

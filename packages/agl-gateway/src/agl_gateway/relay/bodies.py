@@ -6,7 +6,6 @@ memory.
 """
 
 import asyncio
-import logging
 import time
 import zlib
 from collections import deque
@@ -18,12 +17,7 @@ from aiohttp import StreamReader, web
 
 from agl_gateway.wire.problems import Problem
 
-_log = logging.getLogger(__name__)
-
 _RETRY_AFTER_S = 5
-
-MAX_ANSWER = 256 << 20
-"""The most bytes of a compressed answer that are recorded, so that a small one cannot fill the memory."""
 
 
 class ByteBudget:
@@ -141,20 +135,6 @@ def too_large(limit: int) -> Problem:
     return Problem(
         413, f"the request's body is larger than {limit} bytes; send it in smaller parts", code="request_too_large"
     )
-
-
-def plain_bytes(body: bytes, encoding: str) -> bytes:
-    """Return the decompressed body of a response, even if it is cut off; ``body`` itself if decompression fails."""
-    if not body or encoding not in ("gzip", "deflate"):
-        return body
-    inflater = zlib.decompressobj(_wbits(body, encoding))
-    try:
-        plain = inflater.decompress(body, MAX_ANSWER)
-    except zlib.error:
-        return body
-    if inflater.unconsumed_tail:
-        _log.warning("an answer decompresses to more than %d MiB; its record ends there", MAX_ANSWER >> 20)
-    return plain
 
 
 def _wbits(body: bytes, encoding: str) -> int:

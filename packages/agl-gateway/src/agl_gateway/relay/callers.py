@@ -312,10 +312,8 @@ class Owners:
 
     async def context_of(self, request: web.BaseRequest, asked: Request, owner: Owner) -> CallContext:
         """Return the context of a call; for a repeated request, the request's id may come from another process."""
-        headers, requests = request.headers, self.facts.requests
-        if (key := requests.retry_of(owner.attempt_id, headers, asked.body)) is not None:
-            await self.facts.find_request(key)
-        request_id, retries = requests.of(owner.attempt_id, headers, asked.body)
+        headers = request.headers
+        request_id, retries = await self.facts.request_id(owner.attempt_id, headers, asked.body)
         trace_id, trace_parent = trace_of(headers)
         framework_span_id = span_id_of(headers)
         names = decode_names(headers.get(WHO_HEADER, ""))

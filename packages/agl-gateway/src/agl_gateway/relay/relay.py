@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 from multidict import CIMultiDict
 
+from agl.contracts import POLICY_KEY_ENV
 from agl.dialects import Request, dialect_of
 from agl.errors import CaptureError
 from agl_gateway.record.exchanges import CallRecord
 from agl_gateway.record.recorder import Recorder
-from agl_gateway.relay.bodies import BodyReader, check_values, plain_bytes
+from agl_gateway.relay.bodies import BodyReader
 from agl_gateway.relay.callers import Owner, Owners, clean
 from agl_gateway.relay.routing import Router
 from agl_gateway.relay.sampling import SamplingRules
@@ -28,6 +29,9 @@ from agl_run.access import AttemptToken
 
 DROPPED_HEADER = "x-agl-dropped"
 """Response header that names the parts of a request that its translation dropped."""
+
+ATTEMPT_HEADER = "x-agl-attempt-id"
+"""Header that names the attempt to a server of this project, which gives every attempt its turn."""
 
 _MAX_DROPPED = 200
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
@@ -84,16 +88,11 @@ class Relay:
             raise
 
     async def _read(self, request: web.BaseRequest, endpoint: str, translation: Translation | None) -> Outgoing:
-        """Read a request, and restore the sealed thoughts of the policy's earlier answers."""
         dialect = dialect_of(endpoint)
         assert dialect is not None  # noqa: S101  # the dispatcher knows the dialects' endpoints
         asked = Request(dialect, await self.bodies.read_call(request))
-        if translation is not None:
-            return Outgoing(request=asked, endpoint=endpoint).translated(translation)
-        whole = restored(asked)
-        if whole is not asked:
-            await check_values(whole.body)
-        return Outgoing(request=whole, endpoint=endpoint, translation=thoughts_of(asked))
+        outgoing = Outgoing(request=asked, endpoint=endpoint, translation=thoughts_of(asked))
+        return outgoing if translation is None else outgoing.translated(translation)
 
     async def _choose(self, record: CallRecord, owner: Owner) -> CallRoute:
         """Choose the policy by the model's name, and the model version by the rollout's arm if a split assigned one."""
@@ -110,10 +109,15 @@ class Relay:
         return await self.arms.route(target, owner.rollout_id)
 
     async def _translate(self, record: CallRecord, asked: Outgoing, *, to_chat: bool = False) -> None:
-        """Translate a call to a chat completion if its policy needs that, and apply the rollout's sampling rules."""
+        """Translate a call to a chat completion if its policy needs that, and apply the rollout's sampling rules.
+
+        Either way, the sealed thoughts of the policy's earlier answers are restored.
+        """
         upstream = record.upstream
         if to_chat or self.sender.apis.is_translated(upstream, asked.request.dialect):
             asked = record.outgoing = self.sender.apis.translated(asked, upstream)
+        else:
+            asked = replace(asked, request=restored(asked.request))
         sent, notes = await self.sampling.apply(asked.request, upstream, record.context.rollout_id)
         record.outgoing = replace(asked, request=sent, notes=notes)
 
@@ -136,6 +140,8 @@ class Relay:
         headers |= await self.sampling.seed(
             asked, target.upstream, rollout_id=context.rollout_id, attempt_id=context.attempt_id
         )
+        if target.upstream.api_key_env == POLICY_KEY_ENV:
+            headers[ATTEMPT_HEADER] = context.attempt_id
         path = outgoing.endpoint
         if request.query_string and outgoing.client_api == asked.dialect:
             path += f"?{request.query_string}"
@@ -152,12 +158,11 @@ class Relay:
         if answer.is_stream:
             return await self._pass_stream_on(request, answer, record, owner, headers)
         status, translation = answer.response.status, record.outgoing.translation
-        body = plain_bytes(answer.body, answer.encoding)
+        body = answer.body
         number = self._record(record, owner, body, status=status)
         await self._wait_stored(number, owner)
         if translation is None:
-            return web.Response(body=answer.body, status=status, headers=headers)
-        headers.pop("content-encoding", "")
+            return web.Response(body=body, status=status, headers=headers)
         body = translation.failure(body, status) if status >= FIRST_ERROR else translation.answer(body)
         return web.Response(body=body, status=status, headers=headers)
 
@@ -168,8 +173,14 @@ class Relay:
         stream = None
         if (translation := record.outgoing.translation) is not None:
             stream, reply.content_type = translation.stream(), translation.content_type
-        has_spool = self.recorder.spool is not None
-        pump = Pump(response=answer.response, reply=reply, translation=stream, holds_end=has_spool)
+        pump = Pump(
+            response=answer.response,
+            reply=reply,
+            translation=stream,
+            dialect=record.outgoing.request.dialect,
+            max_size=self.sender.max_answer,
+            holds_end=self.recorder.spool is not None,
+        )
         self.recorder.stream_opened(owner.attempt_id)
         number, error = 0, _CLIENT_LEFT
         try:
@@ -178,19 +189,23 @@ class Relay:
         except ConnectionError:
             return reply
         finally:
-            body = plain_bytes(b"".join(pump.chunks), answer.encoding)
-            first = answer.first_byte
             number = self._record(
-                record, owner, body, status=reply.status, first_byte=first, error=error, is_complete=not error
+                record,
+                owner,
+                pump.taken(),
+                status=reply.status,
+                first_byte=answer.first_byte,
+                error=error,
+                is_complete=not error,
             )
             await self.recorder.stream_closed(owner.attempt_id)
         await self._wait_stored(number, owner)
         with suppress(ConnectionError):  # clients hang up at the last event, before the end of the body
             if pump.held:
                 await reply.write(pump.held)
-            if not error:
+            if not error or pump.is_too_large:
                 await reply.write_eof()
-        if error and request.transport is not None:
+        if error and not pump.is_too_large and request.transport is not None:
             request.transport.abort()  # the client's connection ends before the end of the body, as the backend's did
         return reply
 
@@ -209,7 +224,7 @@ class Relay:
 
         The result is 0 if the call is not to be recorded, or was queued before: a cancelled stream comes here twice.
         """
-        if record.exchange is not None or not owner.is_recorded:
+        if record.number or not owner.is_recorded:
             return 0
         record.end(body, status=status, first_byte=first_byte, error=error, is_complete=is_complete)
         return self.recorder.put(record)

@@ -11,13 +11,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
 
 from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl.schemas import Dialect
 from agl.served_calls import CallGate, ServerLoad
+from agl.stores import base_url_of
 from agl.tracing import upstreams_for
 from agl_gateway.wire.problems import Problem
+from agl_run import is_loopback
 
 
 class Replicas:
@@ -118,14 +122,24 @@ def _ambiguous(found: Sequence[Upstream], model: str, names: Sequence[str]) -> P
     return Problem(409, text, code="ambiguous_model")
 
 
+def proxy_for(url: str, proxies: Mapping[str, str]) -> str:
+    """Return the URL of the proxy through which ``url`` is asked; ``""`` for none.
+
+    Servers of this machine are asked directly, and those that ``NO_PROXY`` names.
+
+    Args:
+        proxies: The proxies of the environment by scheme, from :func:`urllib.request.getproxies_environment`.
+    """
+    parts = urlsplit(url)
+    proxy = proxies.get(parts.scheme, "")
+    if not proxy or is_loopback(url) or proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return ""
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
 def _target(upstream: Upstream, environ: Mapping[str, str]) -> UpstreamTarget:
-    servers = (upstream.base_url, *upstream.replicas)
-    for base_url in servers:
-        if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"upstream {upstream.name!r} has base_url {base_url!r}, which is not an http(s) URL; "
-                "write it with its /v1, such as http://127.0.0.1:8000/v1"
-            )
+    who = f"upstream {upstream.name!r}: base_url"
+    servers = [base_url_of(url, who=who) for url in (upstream.base_url, *upstream.replicas)]
     key = environ.get(upstream.api_key_env, "") if upstream.api_key_env else ""
     if upstream.api_key_env and not key:
         raise ConfigError(
@@ -133,5 +147,4 @@ def _target(upstream: Upstream, environ: Mapping[str, str]) -> UpstreamTarget:
             "where the gateway runs, or remove api_key_env"
         )
     gate = CallGate(model=upstream.model, model_version=upstream.model_version)
-    replicas = Replicas([url.rstrip("/") for url in servers])
-    return UpstreamTarget(upstream=upstream, replicas=replicas, gate=gate, key=key)
+    return UpstreamTarget(upstream=upstream, replicas=Replicas(servers), gate=gate, key=key)

@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from urllib.parse import urlsplit
+from urllib.request import getproxies_environment
 
 import aiohttp
 import msgspec
@@ -33,10 +34,11 @@ from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Dialect
+from agl.stores import shown_url
 from agl_gateway.relay.callers import clean
-from agl_gateway.relay.routing import UpstreamTarget
+from agl_gateway.relay.routing import UpstreamTarget, proxy_for
 from agl_gateway.wire.messages import MessagesTranslation
-from agl_gateway.wire.problems import Problem
+from agl_gateway.wire.problems import Problem, problem_body
 from agl_gateway.wire.responses import ResponsesTranslation
 from agl_gateway.wire.translation import Outgoing, StreamTranslation, Translation
 
@@ -51,9 +53,12 @@ _FORWARDED = (
 _NOT_RELAYED = frozenset(
     (
         *("connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer", "transfer-encoding"),
-        *("upgrade", "content-length", "set-cookie", "date", "server"),
+        *("upgrade", "content-length", "content-encoding", "set-cookie", "date", "server", "location"),
     )
 )
+_NOT_RELAYED_GROUPS = ("access-control-", "x-agl-")
+"""Beginnings of response headers that only the gateway itself may set."""
+
 _NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")
 """Codes of errors without an answer; another server may be tried, because sampling has no side effects."""
 
@@ -69,11 +74,13 @@ _NOT_FOUND = 404
 
 
 def make_session(*, timeout_s: float) -> aiohttp.ClientSession:
-    """Create a session for all upstreams: no decompression, no cookies, no limit on connections."""
+    """Create a session for all upstreams, without cookies and without a limit on connections.
+
+    It decompresses answers of servers that compress them unasked, so that they can be recorded.
+    """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=_KEEPALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=timeout_s),
-        auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("Accept-Encoding", "User-Agent", "Accept"),
         read_bufsize=256 * 1024,
@@ -92,8 +99,12 @@ def request_headers(headers: Mapping[str, str], target: UpstreamTarget, dialect:
 
 
 def reply_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Return the backend's response headers without hop-by-hop headers."""
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_RELAYED)
+    """Return the backend's response headers without those of its connection, its site, and the gateway."""
+    return CIMultiDict(
+        (name, value)
+        for name, value in headers.items()
+        if (lower := name.lower()) not in _NOT_RELAYED and not lower.startswith(_NOT_RELAYED_GROUPS)
+    )
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -113,11 +124,6 @@ class Answer:
     def is_stream(self) -> bool:
         """True if the response is a stream of server-sent events."""
         return self.response.content_type == "text/event-stream"
-
-    @property
-    def encoding(self) -> str:
-        """The content encoding of the body; ``""`` for none."""
-        return self.response.headers.get("content-encoding", "")
 
 
 ABSENT = (404, 405, 501)
@@ -190,10 +196,17 @@ class ClientApis:
 
 @dataclass(eq=False, kw_only=True)
 class Sender:
-    """Sends requests to the servers of policies. Used in one event loop only."""
+    """Sends requests to the servers of policies. Used in one event loop only.
+
+    Attributes:
+        max_answer: Largest answer in bytes, after decompression.
+        proxies: The proxies of the environment, by scheme.
+    """
 
     session: aiohttp.ClientSession
     apis: ClientApis
+    max_answer: int
+    proxies: Mapping[str, str] = field(default_factory=getproxies_environment)
     _hinted: set[str] = field(default_factory=set[str], init=False)
 
     async def ask(self, url: str, body: bytes, headers: Mapping[str, str], *, connect_tries: int = 1) -> Answer:
@@ -203,16 +216,17 @@ class Sender:
         retried, because nothing was sent; other failures are not.
 
         Raises:
-            Problem: 502 if the backend cannot be reached or closes the connection, 504 if it is silent for too long.
+            Problem: 502 if the backend cannot be reached, closes the connection or sends too much; 504 if it is silent
+                for too long.
         """
         response = await self._opened(url, body, headers, connect_tries)
         answer = Answer(response=response, body=b"", first_byte=perf_counter())
         if answer.is_stream:
             return answer
         try:
-            answer.body = await response.read()
+            answer.body = await self._whole(response)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise _problem_of(error, url) from error
+            raise self._problem(error, url) from error
         finally:
             response.close()
         return answer
@@ -260,13 +274,37 @@ class Sender:
         for attempt in range(1, connect_tries + 1):
             try:
                 data = io.BytesIO(body) if len(body) > _IN_PARTS else body
-                return await self.session.post(url, data=data, headers=headers, allow_redirects=False)
+                proxy = proxy_for(url, self.proxies) or None
+                return await self.session.post(url, data=data, headers=headers, allow_redirects=False, proxy=proxy)
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 is_unsent = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
                 if attempt == connect_tries or not is_unsent:
-                    raise _problem_of(error, url) from error
+                    raise self._problem(error, url) from error
                 await asyncio.sleep(_CONNECT_PAUSE_S * attempt)
         raise AssertionError("unreachable: the last try returns or raises")
+
+    async def _whole(self, response: aiohttp.ClientResponse) -> bytes:
+        parts, size = list[bytes](), 0
+        while part := await response.content.readany():
+            parts.append(part)
+            if (size := size + len(part)) > self.max_answer:
+                raise answer_too_large(self.max_answer)
+        return b"".join(parts)
+
+    def _problem(self, error: Exception, url: str) -> Problem:
+        """Return the HTTP error for the client that reports a failure of the backend."""
+        proxy = shown_url(proxy_for(url, self.proxies))
+        where = url.split("?", 1)[0] + (f", asked through the proxy {proxy}," if proxy else "")
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientHttpProxyError):
+            found = f"the proxy answers {error.status}" if isinstance(error, aiohttp.ClientHttpProxyError) else error
+            advice = f"add {urlsplit(url).hostname} to NO_PROXY if it needs none" if proxy else "and the policy's URL"
+            text = f"cannot be reached ({found}); check that it runs, {advice}"
+            return Problem(502, f"the backend at {where} {text}", code="upstream_unreachable", is_retryable=True)
+        if isinstance(error, TimeoutError):
+            text = f"was silent for too long ({type(error).__name__}); check its load, or raise the gateway's timeout"
+            return Problem(504, f"the backend at {where} {text}", code="upstream_timeout", is_retryable=True)
+        text = f"ended the connection before its answer did ({error or type(error).__name__})"
+        return Problem(502, f"the backend at {where} {text}", code="upstream_failed", is_retryable=True)
 
     def _hint_at_missing_path(self, upstream: Upstream, url: str) -> None:
         """Warn once per policy, after a 404, that an address without a path may need ``/v1``."""
@@ -281,17 +319,14 @@ class Sender:
         )
 
 
-def _problem_of(error: Exception, url: str) -> Problem:
-    """Return the HTTP error for the client that reports a failure of the backend."""
-    where = url.split("?", 1)[0]
-    if isinstance(error, aiohttp.ClientConnectorError):
-        text = f"cannot be reached ({error}); check that it runs, and the policy's URL"
-        return Problem(502, f"the backend at {where} {text}", code="upstream_unreachable", is_retryable=True)
-    if isinstance(error, TimeoutError):
-        text = f"was silent for too long ({type(error).__name__}); check its load, or raise the gateway's timeout"
-        return Problem(504, f"the backend at {where} {text}", code="upstream_timeout", is_retryable=True)
-    text = f"ended the connection before its answer did ({error or type(error).__name__})"
-    return Problem(502, f"the backend at {where} {text}", code="upstream_failed", is_retryable=True)
+def answer_too_large(limit: int) -> Problem:
+    """Return the 502 for an answer of more than ``limit`` bytes."""
+    return Problem(
+        502,
+        f"the backend's answer is larger than {limit} bytes; let the request limit its tokens, or raise the gateway's "
+        "max_answer",
+        code="answer_too_large",
+    )
 
 
 _END_OF_BODY_S = 1.0
@@ -367,6 +402,8 @@ class Pump:
 
     Attributes:
         translation: Translates the body for the client; ``None`` if the client uses the backend's API.
+        dialect: The backend's API.
+        max_size: Largest body in bytes. A larger one ends with an error event, and ``is_too_large`` is set.
         holds_end: Hold back the last event, which the caller sends once the call is durable. Clients take this event
             for the end, and an answer whose end was seen must not get lost.
         chunks: The bytes from the backend.
@@ -376,7 +413,10 @@ class Pump:
     response: aiohttp.ClientResponse
     reply: web.StreamResponse
     translation: StreamTranslation | None
+    dialect: Dialect
+    max_size: int
     holds_end: bool
+    is_too_large: bool = field(default=False, init=False)
     chunks: list[bytes] = field(default_factory=list[bytes], init=False)
     held: bytes = field(default=b"", init=False)
     _end: StreamEnd = field(default_factory=StreamEnd, init=False)
@@ -387,7 +427,7 @@ class Pump:
         Raises:
             ConnectionError: The client has disconnected.
         """
-        body = self.response.content
+        body, size = self.response.content, 0
         while True:
             try:
                 if self._end.is_here:
@@ -402,10 +442,25 @@ class Pump:
             if not chunk:
                 await self._pass(b"" if self.translation is None else self.translation.end())
                 return ""
+            if (size := size + len(chunk)) > self.max_size:
+                return await self._cut()
             self.chunks.append(chunk)
             if self.holds_end:
                 self._end.feed(chunk)
             await self._pass(chunk if self.translation is None else self.translation.feed(chunk))
+
+    def taken(self) -> bytes:
+        """Return the bytes from the backend, and forget them."""
+        chunks, self.chunks = self.chunks, []
+        return b"".join(chunks)
+
+    async def _cut(self) -> str:
+        """End the client's stream with an error event of its API; returns the error."""
+        self.is_too_large = True
+        problem = answer_too_large(self.max_size)
+        event = b"event: error\ndata: %b\n\n" % problem_body(problem, self.dialect)
+        await self._pass(b"\n\n" + event if self.translation is None else self.translation.feed(b"\n\n" + event))
+        return str(problem)
 
     async def _pass(self, passed: bytes) -> None:
         if self._end.has_begun:

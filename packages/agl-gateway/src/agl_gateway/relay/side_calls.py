@@ -69,11 +69,12 @@ class SideCalls:
             Problem: 400 for a body that is not a JSON object, 404 for an unknown model, 413 for thoughts longer than
                 any model's context, 502 or 504 if only the server could answer and it does not.
         """
-        asked = restored(await self._read(request, SIDE_CALLS[endpoint]))
+        given = await self._read(request, SIDE_CALLS[endpoint])
+        asked = restored(given)
         target = self.relay.router.choose(asked.model, dialect=asked.dialect)
         is_count, is_attempt = endpoint != COMPACT, bool(claim.attempt_id)
         if not is_count and is_attempt and self.relay.sender.apis.is_translated(target.upstream, asked.dialect):
-            return await self._summary(request, asked, claim)
+            return await self._summary(request, given, claim)
         try:
             reply = await self._ask(request, asked, endpoint, target, rollout_id=claim.rollout_id)
         except Problem:
@@ -82,7 +83,7 @@ class SideCalls:
             return _estimated(asked)
         if reply.status not in ABSENT or not (is_count or is_attempt):
             return reply
-        return _estimated(asked) if is_count else await self._summary(request, asked, claim)
+        return _estimated(asked) if is_count else await self._summary(request, given, claim)
 
     async def count_google(self, request: web.BaseRequest) -> web.Response:
         """Answer Google's ``countTokens`` with an estimate; the caller has verified the token.

@@ -9,6 +9,7 @@ import agl
 from agl_gateway.access.worker_tokens import WORKER_TOKENS, IssuedToken, TokenRequest
 from agl_gateway.store_api.contract import METHODS, Fault, Method
 from agl_gateway.store_api.worker_reach import WORKER_METHODS
+from agl_gateway.traffic.api import END, RATE, Rating
 from agl_gateway.traffic.conversations import HEADER
 
 _TOKENS = {
@@ -120,7 +121,10 @@ def _posts() -> dict[str, dict[str, Any]]:
     settle = "Answers once every answered call of the attempt is in the store; 202 asks to ask again."
     make = "Make a token for the workers of one experiment."
     end = "End a conversation; its rollout then has succeeded. Idempotent."
+    rate = "Add a person's reward to a conversation; of several, the newest counts."
+    rating = msgspec.json.schema_components([Rating])[1]["Rating"]
     made = {"200": {"description": "OK", "content": _json(token["IssuedToken"])}}
+    named = {**_CONVERSATION, "required": True}
     protobuf: dict[str, Any] = {"application/x-protobuf": {}}
     return {
         "/v1/traces": _described("/v1/traces", traces, "attempt admin", content=protobuf),
@@ -129,8 +133,6 @@ def _posts() -> dict[str, dict[str, Any]]:
             **_described(WORKER_TOKENS, make, "admin", content=_json(token["TokenRequest"])),
             "responses": made,
         },
-        "/conversations/end": {
-            **_described("/conversations/end", end, "client admin"),
-            "parameters": [{**_CONVERSATION, "required": True}],
-        },
+        END: {**_described(END, end, "client admin"), "parameters": [named]},
+        RATE: {**_described(RATE, rate, "client admin", content=_json(rating)), "parameters": [named]},
     }

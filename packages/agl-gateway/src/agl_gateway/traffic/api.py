@@ -1,46 +1,79 @@
-"""The endpoints for served traffic: the end of a conversation, a split's report, and a resource by arm.
+"""The endpoints for served traffic: the end and the rating of a conversation, a split's report, a resource by arm.
 
-Their paths are ``POST /conversations/end``, ``GET /split`` and ``GET /split/resources/NAME``.
+Their paths are ``POST /conversations/end``, ``POST /conversations/rate``, ``GET /split`` and
+``GET /split/resources/NAME``.
 """
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from aiohttp import web
 
 from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
-from agl.schemas import Rollout
+from agl.schemas import Reward, Rollout
 from agl_gateway.access.audit import Deed
 from agl_gateway.access.identity import Admission
 from agl_gateway.traffic.conversations import HEADER, Conversation, Conversations, conversation_id
 from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
 from agl_gateway.traffic.splits import Split, arm_of, split_report
 from agl_gateway.wire.problems import Problem
+from agl_run.access import AttemptToken
 
 END = "/conversations/end"
+RATE = "/conversations/rate"
 RESOURCES = "/split/resources/"
+
+
+class Rating(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a rating: the reward, and its reason as text."""
+
+    value: float
+    feedback: str = ""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ConversationsApi:
-    """Ends conversations, for client tokens and the admin token."""
+    """Ends and rates conversations, for client tokens and the admin token.
+
+    The request header names the conversation. The response headers name its rollout; if the conversation is not
+    recorded, the response says so.
+    """
 
     admission: Admission
     conversations: Conversations
     traffic: KeptTraffic | None = None
 
     async def end(self, request: web.BaseRequest) -> web.StreamResponse:
-        """End the conversation named in the request header; idempotent. The response headers name its rollout.
-
-        If the conversation is not recorded, the response says so.
-        """
+        """End the conversation; idempotent."""
         claim = self.admission.caller(request, "client", "admin", what="ending a conversation")
+        return await self._answer(request, claim, self.conversations.end, action="end conversation", status="ended")
+
+    async def rate(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Add a person's reward to the conversation; of several, the newest counts."""
+        claim = self.admission.caller(request, "client", "admin", what="rating a conversation")
+        rating = await self.admission.read(request, Rating, form='{"value": 1.0, "feedback": "why"}')
+        reward = Reward(value=rating.value, source="human", feedback=rating.feedback)
+        rate = partial(self.conversations.rate, reward=reward)
+        return await self._answer(request, claim, rate, action="rate conversation", status="rated")
+
+    async def _answer(
+        self,
+        request: web.BaseRequest,
+        claim: AttemptToken,
+        act: Callable[[str], Awaitable[Conversation]],
+        *,
+        action: str,
+        status: str,
+    ) -> web.StreamResponse:
+        """Apply ``act`` to the conversation that the request names, and answer with ``status``."""
         conversation = conversation_id(request.headers)
         if not conversation:
             raise Problem(400, f"no conversation was named; send its id in the header {HEADER}")
         try:
-            ended = await self.conversations.end(conversation)
+            found = await act(conversation)
         except NotFoundError:
             reason = await self.conversations.left_out_by(conversation, self.traffic) if self.traffic else ""
             if reason:
@@ -49,9 +82,9 @@ class ConversationsApi:
                 404, f"conversation {conversation!r} has no calls; send the id of its calls in the header {HEADER}"
             ) from None
         if claim.scope == "admin":
-            deed = Deed(action="end conversation", objects=[conversation, ended.rollout_id])
+            deed = Deed(action=action, objects=[conversation, found.rollout_id])
             self.admission.audit.write(deed, claim=claim, request=request)
-        return web.json_response({"rollout_id": ended.rollout_id, "status": "ended"}, headers=ended.headers())
+        return web.json_response({"rollout_id": found.rollout_id, "status": status}, headers=found.headers())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -34,7 +34,8 @@ import msgspec
 from agl.contracts import Change, RolloutQuery, Store
 from agl.dialects import Request
 from agl.errors import CaptureError, FencedError, NotFoundError, StoreError
-from agl.schemas import Outcome, RetryPolicy, Rollout
+from agl.schemas import Outcome, RetryPolicy, Reward, Rollout
+from agl.tracing import make_reward_span
 from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.traffic.kept_traffic import KeptTraffic
@@ -150,6 +151,16 @@ class Conversations:
             rollout = await self._read(rollout.rollout_id)
         self.forget(rollout.rollout_id)
         return _conversation(rollout)
+
+    async def rate(self, conversation: str, reward: Reward) -> Conversation:
+        """Add a reward to a conversation, running or over.
+
+        Raises:
+            NotFoundError: The conversation never began.
+        """
+        found = _conversation(await self._read(rollout_id_of(conversation)))
+        await self.store.append_spans([make_reward_span(found.rollout_id, found.attempt_id, reward)])
+        return found
 
     async def end_idle(self) -> int:
         """End the conversations that had no call for ``idle_s`` seconds; returns how many.

@@ -2,18 +2,22 @@
 
 An answer is cut into pieces in their order: thoughts, texts and tool calls. A tool call is emitted whole, at the end of
 the answer, because servers may interleave the parts of several calls. Of several choices, only the first is read.
+
+A message and its tool calls may have further fields, which the server wants back with the next request: thoughts under
+one of several names or in Mistral's content, OpenRouter's ``reasoning_details``, or Gemini's ``extra_content``. The
+pieces of thoughts hold these fields for their seal; where an answer has no thoughts, an empty piece holds them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from agl.dialects import Request, StreamedCalls
+from agl.dialects import Request, StreamedCalls, StreamedMessage
 from agl.schemas import Json, Usage
 from agl_gateway.wire.problems import Problem
-from agl_gateway.wire.translation import EventSplitter, as_object, data_of, objects_in, text_in
+from agl_gateway.wire.translation import EventSplitter, as_object, data_of, objects_in, text_in, thoughts_in
 
 ChatMessage = dict[str, Json]
 
@@ -69,15 +73,22 @@ def user_message(parts: Sequence[dict[str, Any]], *, between: str = "\n") -> Ite
     return [{"role": "user", "content": [*parts]}] if parts else []
 
 
-def assistant_message(*, text: str, reasoning: str, calls: Sequence[Json]) -> ChatMessage:
-    """Return the assistant message for an earlier answer of the model."""
-    message: ChatMessage = {"role": "assistant", "content": text or None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    return {**message, "tool_calls": [*calls]} if calls else message
+def assistant_message(*, text: str, thoughts: Iterable[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> ChatMessage:
+    """Return the assistant message for an earlier answer; ``thoughts`` are the fields of its pieces of thoughts."""
+    fields = StreamedMessage()
+    for one in thoughts:
+        fields.add(one)
+    message = fields.whole()
+    further = {call.get("id"): call for call in message.pop("tool_calls", ())}
+    thinking = objects_in(message.get("content"))
+    message |= {
+        "role": "assistant",
+        "content": [*thinking, text_part(text)] if thinking and text else thinking or text or None,
+    }
+    return {**message, "tool_calls": [{**further.get(call["id"], {}), **call} for call in calls]} if calls else message
 
 
-def tool_call(call_id: str, name: str, arguments: str) -> Json:
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     """Return a tool call in the form of an assistant message's ``tool_calls``; ``arguments`` is JSON text."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -126,16 +137,21 @@ class Piece:
         text: The text so far; for a call, the JSON text of its arguments.
         id: The id of a call.
         name: The name of a call's function.
+        fields: The fields of the message that a closed piece of thoughts has to bring back, in the form of a delta.
     """
 
     kind: Kind
     text: str = ""
     id: str = ""
     name: str = ""
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 Change: TypeAlias = tuple[Step, Piece, str]
 """What happened to a piece of an answer (opened, grown, closed), the piece, and the text that was added."""
+
+_UNSEALED = ("role", "content", "refusal", "tool_calls", "audio", "images")
+"""Fields of a message that other APIs can express, or that are too large for a seal."""
 
 
 class Pieces:
@@ -144,39 +160,58 @@ class Pieces:
     def __init__(self) -> None:
         self._open: Piece | None = None
         self._calls = StreamedCalls()
+        self._fields = StreamedMessage()  # of this answer, and in no closed piece yet
 
     def add(self, delta: dict[str, Any]) -> Iterator[Change]:
         """Read a message or a delta, and yield the changes of pieces that it causes."""
-        yield from self._grow("thought", text_in(delta.get("reasoning_content")) or text_in(delta.get("reasoning")))
-        yield from self._grow("text", text_in(delta.get("content")) or text_in(delta.get("refusal")))
+        fields = {key: value for key, value in delta.items() if value and key not in _UNSEALED}
+        parts = objects_in(delta.get("content"))
+        if thinking := [part for part in parts if part.get("type") == "thinking"]:
+            fields["content"] = thinking
+        self._fields.add(fields)
+        thoughts = thoughts_in(delta) or "".join(_text(objects_in(part.get("thinking"))) for part in thinking)
+        if thoughts or (fields and self._open is None):
+            yield from self._grow("thought", thoughts)
+        if text := text_in(delta.get("content")) or text_in(delta.get("refusal")) or _text(parts):
+            yield from self._grow("text", text)
         self._calls.add(delta.get("tool_calls"))
 
     def end(self) -> Iterator[Change]:
         """Close the open piece, then open and close each tool call; yields these changes."""
+        calls, self._calls = self._calls.whole(), StreamedCalls()
+        further = [{key: value for key, value in call.items() if key not in ("type", "function")} for call in calls]
+        if any(call.keys() - {"id"} for call in further):
+            self._fields.add({"tool_calls": further})
+        if self._fields.whole():
+            yield from self._grow("thought", "")
         yield from self._close()
-        for given in self._calls.whole():
+        for given in calls:
             function = given["function"]
             call = Piece("call", text=function["arguments"], id=text_in(given.get("id")), name=function["name"])
             yield "opened", call, ""
             if call.text:
                 yield "grown", call, call.text
             yield "closed", call, ""
-        self._calls = StreamedCalls()
 
     def _grow(self, kind: Kind, text: str) -> Iterator[Change]:
-        if not text:
-            return
         if self._open is None or self._open.kind != kind:
             yield from self._close()
             self._open = Piece(kind)
             yield "opened", self._open, ""
-        self._open.text += text
-        yield "grown", self._open, text
+        if text:
+            self._open.text += text
+            yield "grown", self._open, text
 
     def _close(self) -> Iterator[Change]:
         if self._open is not None:
+            if self._open.kind == "thought":
+                self._open.fields, self._fields = self._fields.whole(), StreamedMessage()
             yield "closed", self._open, ""
         self._open = None
+
+
+def _text(parts: Iterable[dict[str, Any]]) -> str:
+    return "".join(text_in(part.get("text")) for part in parts)
 
 
 def pieces_of(message: dict[str, Any]) -> list[Piece]:

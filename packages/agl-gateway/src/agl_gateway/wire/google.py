@@ -1,10 +1,10 @@
 """Translates calls of Google's ``generateContent`` to chat completions, which the policies' servers understand.
 
-Tool calls keep their ids and the exact text of their arguments, which answers seal in ``thoughtSignature``, so that the
-next prompt continues the tokens of the last one. As in Google's API, a single object may stand in place of a list.
-Requests for features that no policy's server has are refused: Google's own tools, cached contents, files by URL other
-than images, and answers in formats other than text and JSON. ``safetySettings``, ``labels``, ``thinkingConfig`` and
-``responseLogprobs`` have no effect.
+Tool calls keep their ids and the exact text of their arguments. Answers seal both in ``thoughtSignature``, with the
+thoughts and what else the server wants back, so that the next prompt continues the tokens of the last one. As in
+Google's API, a single object may stand in place of a list. Requests for features that no policy's server has are
+refused: Google's own tools, cached contents, files by URL other than images, and answers in formats other than text and
+JSON. ``safetySettings``, ``labels``, ``thinkingConfig`` and ``responseLogprobs`` have no effect.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
-from agl.dialects import Request
+from agl.dialects import Request, StreamedMessage
 from agl.schemas import Json
 from agl_gateway.wire.chat import (
     Pieces,
@@ -34,7 +34,7 @@ from agl_gateway.wire.chat import (
     user_message,
 )
 from agl_gateway.wire.problems import google_error
-from agl_gateway.wire.thoughts import Unsealer, seal
+from agl_gateway.wire.thoughts import FIELDS, Unsealer, message_fields, seal
 from agl_gateway.wire.translation import ClientApi, EventSplitter, as_object, data_of, object_of, objects_in, text_in
 
 _NUMBERS = {
@@ -91,9 +91,9 @@ class _Calls:
         self._open: list[tuple[str, str]] = []
         self._count = 0
 
-    def add(self, call: dict[str, Any]) -> str:
+    def add(self, call: dict[str, Any], sealed: dict[str, Any]) -> str:
         self._count += 1
-        call_id = text_in(call.get("id")) or f"call_{self._count}"
+        call_id = text_in(call.get("id")) or text_in(sealed.get("id")) or f"call_{self._count}"
         self._open.append((text_in(call.get("name")), call_id))
         return call_id
 
@@ -110,20 +110,20 @@ class _Calls:
 def _assistant(parts: list[dict[str, Any]], calls: _Calls, unsealer: Unsealer) -> dict[str, Json]:
     said = [part for part in parts if "functionCall" not in part and not part.get("thought")]
     sealed = [as_object(unsealer.read(part.get("thoughtSignature"))) for part in parts]
-    reasoning = next((text for one in sealed if (text := text_in(one.get("reasoning")))), "")
-    reasoning = reasoning or _text([part for part in parts if part.get("thought")])
+    shown = _text([part for part in parts if part.get("thought")])
     called = [
         _call(as_object(part["functionCall"]), one, calls)
         for part, one in zip(parts, sealed, strict=True)
         if "functionCall" in part
     ]
-    return assistant_message(text=_text(said), reasoning=reasoning, calls=called)
+    carrier = next((one for one in sealed if FIELDS in one), dict[str, Any]())
+    return assistant_message(text=_text(said), thoughts=[message_fields(carrier, shown)], calls=called)
 
 
-def _call(call: dict[str, Any], sealed: dict[str, Any], calls: _Calls) -> Json:
+def _call(call: dict[str, Any], sealed: dict[str, Any], calls: _Calls) -> dict[str, Any]:
     exact, given = text_in(sealed.get("arguments")), as_object(call.get("args"))
     arguments = exact if exact and _parsed(exact) == given else msgspec.json.encode(given).decode()
-    return tool_call(calls.add(call), text_in(call.get("name")), arguments)
+    return tool_call(calls.add(call, sealed), text_in(call.get("name")), arguments)
 
 
 def _parsed(text: str) -> Any:
@@ -317,32 +317,28 @@ class _Candidate:
 
     def __init__(self) -> None:
         self._pieces = Pieces()
-        self._reasoning = ""
-        self._has_sealed = False
+        self._fields = StreamedMessage()
 
     def delta(self, delta: dict[str, Any]) -> Iterator[dict[str, Json]]:
         for step, piece, text in self._pieces.add(delta):
-            if step == "grown" and piece.kind == "thought":
-                self._reasoning += text
-                yield {"text": text, "thought": True}
-            elif step == "grown":
-                yield {"text": text}
+            self._fields.add(piece.fields)
+            if step == "grown":
+                yield {"text": text, "thought": True} if piece.kind == "thought" else {"text": text}
 
     def end(self) -> Iterator[dict[str, Json]]:
-        """Yield the parts for the tool calls, then one for sealed thoughts that no call carries."""
-        for step, call, _ in self._pieces.end():
-            if step == "closed" and call.kind == "call":
-                sealed = {"arguments": call.text, **self._thoughts()}
-                called = {"id": call.id, "name": call.name, "args": object_of(call.text.encode())}
-                yield {"functionCall": called, "thoughtSignature": seal(sealed)}
-        if thoughts := self._thoughts():
-            yield {"text": "", "thoughtSignature": seal(thoughts)}
+        """Yield the parts for the tool calls; the first one, or else one without text, has the sealed thoughts."""
+        for step, piece, _ in self._pieces.end():
+            self._fields.add(piece.fields)
+            if step == "closed" and piece.kind == "call":
+                called = {"id": piece.id, "name": piece.name, "args": object_of(piece.text.encode())}
+                signature = seal({"id": piece.id, "arguments": piece.text, **self._unsealed()})
+                yield {"functionCall": called, "thoughtSignature": signature}
+        if fields := self._unsealed():
+            yield {"text": "", "thoughtSignature": seal(fields)}
 
-    def _thoughts(self) -> dict[str, str]:
-        if self._has_sealed or not self._reasoning:
-            return {}
-        self._has_sealed = True
-        return {"reasoning": self._reasoning}
+    def _unsealed(self) -> dict[str, Json]:
+        fields, self._fields = self._fields.whole(), StreamedMessage()
+        return {FIELDS: fields} if fields else {}
 
 
 class GoogleStream:

@@ -4,8 +4,8 @@ ids.
 A final assistant message, which the model would have to continue, and remote tools are refused. Tools that run at
 Anthropic are dropped, because coding agents send them with every call; a request that requires one is refused.
 ``thinking``, ``context_management``, ``effort``, ``cache_control`` and ``disable_parallel_tool_use`` have no effect.
-Thinking in answers is sealed in its signature (:mod:`agl_gateway.wire.thoughts`), so that the next request carries it
-back.
+Thinking in answers, and what else the server wants back, is sealed in the thinking's signature
+(:mod:`agl_gateway.wire.thoughts`), so that the next request carries it back.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ from agl_gateway.wire.chat import (
     user_message,
 )
 from agl_gateway.wire.problems import Problem, problem_body
-from agl_gateway.wire.thoughts import restored, signed_block
+from agl_gateway.wire.thoughts import FIELDS, Unsealer, message_fields, seal
 from agl_gateway.wire.translation import ClientApi, as_object, named_event, object_of, objects_in, text_in
 
 SAME = (
@@ -75,14 +75,14 @@ def chat_of_messages(asked: Request) -> tuple[Request, tuple[str, ...]]:
 def _messages(given: dict[str, Any]) -> Iterator[ChatMessage]:
     if system := _text(_blocks(given.get("system")), between="\n"):
         yield {"role": "system", "content": system}
-    messages = objects_in(given.get("messages"))
+    messages, unsealer = objects_in(given.get("messages")), Unsealer()
     if messages and messages[-1].get("role") == "assistant":
         raise unsupported("a last message of the assistant to continue", "end the messages with one of the user")
     for message in messages:
         blocks = _blocks(message.get("content"))
         match message.get("role"):
             case "assistant":
-                yield _assistant(blocks)
+                yield _assistant(blocks, unsealer)
             case "system":
                 yield {"role": "system", "content": _text(blocks, between="\n")}
             case _:
@@ -93,17 +93,22 @@ def _blocks(content: object) -> list[dict[str, Any]]:
     return [text_part(content)] if isinstance(content, str) and content else objects_in(content)
 
 
-def _text(blocks: list[dict[str, Any]], *, between: str = "", key: str = "text") -> str:
-    return between.join(text for block in blocks if (text := text_in(block.get(key))))
+def _text(blocks: list[dict[str, Any]], *, between: str = "") -> str:
+    return between.join(text for block in blocks if (text := text_in(block.get("text"))))
 
 
-def _assistant(blocks: list[dict[str, Any]]) -> ChatMessage:
+def _assistant(blocks: list[dict[str, Any]], unsealer: Unsealer) -> ChatMessage:
     calls = [
         tool_call(text_in(block.get("id")), text_in(block.get("name")), _arguments(block.get("input")))
         for block in blocks
         if block.get("type") == "tool_use"
     ]
-    return assistant_message(text=_text(blocks), reasoning=_text(blocks, key="thinking"), calls=calls)
+    return assistant_message(text=_text(blocks), thoughts=[_thoughts(block, unsealer) for block in blocks], calls=calls)
+
+
+def _thoughts(block: dict[str, Any], unsealer: Unsealer) -> dict[str, Any]:
+    sealed = as_object(unsealer.read(block.get("signature")))
+    return message_fields(sealed, text_in((sealed or block).get("thinking")))
 
 
 def _arguments(given: object) -> str:
@@ -181,7 +186,7 @@ class MessagesTranslation:
     def asked(self, request: Request) -> Request:
         """Return the request as a chat completion, with the sealed thoughts of earlier answers restored."""
         self._model = request.model
-        asked, self.dropped = chat_of_messages(restored(request))
+        asked, self.dropped = chat_of_messages(request)
         return asked
 
     def answer(self, body: bytes) -> bytes:
@@ -247,7 +252,7 @@ def _block(piece: Piece, text: str) -> dict[str, Json]:
 
 def _whole(piece: Piece) -> dict[str, Json]:
     block = _block(piece, piece.text)
-    return signed_block(block) if piece.kind == "thought" else block
+    return {**block, "signature": seal({FIELDS: piece.fields})} if piece.kind == "thought" else block
 
 
 class MessagesStream:
@@ -304,8 +309,7 @@ class MessagesStream:
             yield self._delta({"type": kind, key: text})
         else:
             if piece.kind == "thought":
-                signature = _whole(piece)["signature"]
-                yield self._delta({"type": "signature_delta", "signature": signature})
+                yield self._delta({"type": "signature_delta", "signature": _whole(piece)["signature"]})
             yield {"type": "content_block_stop", "index": self._index}
 
     def _delta(self, delta: dict[str, Json]) -> dict[str, Any]:

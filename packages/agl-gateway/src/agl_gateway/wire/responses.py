@@ -4,8 +4,8 @@ Consecutive items that the model wrote (thoughts, texts and tool calls) become o
 gets the namespace as a prefix of its name, and a free-form tool becomes a function with one string argument. Requests
 that need a server's memory are refused. Tools that run at OpenAI are dropped, because coding agents send them with
 every call; a request that requires one is refused. ``reasoning``, ``truncation``, ``verbosity`` and
-``parallel_tool_calls`` have no effect. Thoughts in answers are sealed in ``encrypted_content``
-(:mod:`agl_gateway.wire.thoughts`).
+``parallel_tool_calls`` have no effect. Thoughts in answers, and what else the server wants back, are sealed in
+``encrypted_content`` (:mod:`agl_gateway.wire.thoughts`).
 """
 
 import time
@@ -42,7 +42,7 @@ from agl_gateway.wire.chat import (
 )
 from agl_gateway.wire.messages import SAME
 from agl_gateway.wire.problems import Problem, problem_body
-from agl_gateway.wire.thoughts import restored, sealed_item
+from agl_gateway.wire.thoughts import FIELDS, Unsealer, message_fields, seal
 from agl_gateway.wire.translation import ClientApi, as_object, named_event, object_of, objects_in, text_in
 
 INPUT = "input"
@@ -123,6 +123,7 @@ class _Conversation:
         self._messages: list[ChatMessage] = []
         self._said: list[dict[str, Any]] = []
         self._after_results: list[dict[str, Any]] = []
+        self._unsealer = Unsealer()
 
     def item(self, item: dict[str, Any]) -> None:
         kind = text_in(item.get("type")) or "message"
@@ -137,7 +138,7 @@ class _Conversation:
         elif kind == "message":
             self._message(text_in(item.get("role")), _parts(item.get("content")))
         elif kind in ("compaction", "compaction_summary"):
-            self._message("user", [text_part(_summary(item))])
+            self._message("user", [text_part(self._summary(item))])
         elif kind == "item_reference":
             raise unsupported("item_reference", _REMOTE_ADVICE)
 
@@ -166,9 +167,22 @@ class _Conversation:
         said, self._said = self._said, []
         calls = [_call(item) for item in said if item.get("type") in _CALLS]
         text = "".join(_text(item) for item in said if item.get("type") not in (*_CALLS, "reasoning"))
-        reasoning = "".join(_thoughts(item) for item in said if item.get("type") == "reasoning")
-        if said and (calls or text or reasoning):
-            self._messages.append(assistant_message(text=text, reasoning=reasoning, calls=calls))
+        thoughts = [self._thoughts(item) for item in said if item.get("type") == "reasoning"]
+        if calls or text or any(thoughts):
+            self._messages.append(assistant_message(text=text, thoughts=thoughts, calls=calls))
+
+    def _thoughts(self, item: dict[str, Any]) -> dict[str, Any]:
+        sealed = self._sealed(item)
+        return message_fields(sealed, _thoughts(sealed or item))
+
+    def _summary(self, item: dict[str, Any]) -> str:
+        summary = self._sealed(item).get("summary")
+        if not isinstance(summary, str):
+            raise unsupported("a compaction of another server", "start a new conversation")
+        return summary
+
+    def _sealed(self, item: dict[str, Any]) -> dict[str, Any]:
+        return as_object(self._unsealer.read(item.get("encrypted_content")))
 
 
 def _text(item: dict[str, Any]) -> str:
@@ -182,19 +196,12 @@ def _thoughts(item: dict[str, Any]) -> str:
     return _text(item) or "\n".join(text_in(part.get("text")) for part in objects_in(item.get("summary")))
 
 
-def _call(item: dict[str, Any]) -> Json:
+def _call(item: dict[str, Any]) -> dict[str, Any]:
     arguments = item.get("arguments")
     if item.get("type") == "custom_tool_call":
         arguments = msgspec.json.encode({INPUT: text_in(item.get("input"))}).decode()
     name = chat_name(item.get("name"), item.get("namespace"))
     return tool_call(text_in(item.get("call_id")) or text_in(item.get("id")), name, text_in(arguments) or "{}")
-
-
-def _summary(item: dict[str, Any]) -> str:
-    summary = item.get("summary")  # restored from its sealed content
-    if not isinstance(summary, str):
-        raise unsupported("a compaction of another server", "start a new conversation")
-    return summary
 
 
 def _parts(content: object) -> list[dict[str, Any]]:
@@ -281,7 +288,7 @@ class ResponsesTranslation:
 
     def asked(self, request: Request) -> Request:
         """Return the request as a chat completion, with the sealed thoughts of earlier answers restored."""
-        read: ReadResponses = chat_of_responses(restored(request))
+        read: ReadResponses = chat_of_responses(request)
         self.dropped = read.dropped
         echoed = {key: value for key in _ECHOED if (value := request.get(key)) is not None}
         self._writer = _Writer({**_DEFAULTS, **echoed}, request.model, read.tools)
@@ -349,9 +356,10 @@ class _Writer:
         """Return the output item that holds a piece of the answer."""
         match piece.kind:
             case "thought":
-                content = [{"type": "reasoning_text", "text": piece.text}]
+                content = [_content_part("thought", piece.text)] if piece.text else []
+                sealed: Item = {"encrypted_content": seal({FIELDS: piece.fields})} if piece.fields else {}
                 head: Item = {"id": self._id("rs", given, index), "type": "reasoning"}
-                return sealed_item({**head, "summary": [], "content": content})
+                return {**head, "summary": [], "content": content, **sealed}
             case "text":
                 head = {"id": self._id("msg", given, index), "type": "message", "role": "assistant"}
                 return {**head, "status": "completed", "content": [_text_part(piece.text)]}
@@ -453,11 +461,11 @@ class ResponsesStream:
         kind = "response.output_text" if is_text else "response.reasoning_text"
         where = {**where, "content_index": 0}
         logprobs: dict[str, Json] = {"logprobs": []} if is_text else {}
-        if step == "opened":
-            yield self._event("response.content_part.added", **where, part=_content_part(piece.kind, ""))
-        elif step == "grown":
+        if step == "grown":
+            if piece.text == text:
+                yield self._event("response.content_part.added", **where, part=_content_part(piece.kind, ""))
             yield self._event(f"{kind}.delta", **where, delta=text, **logprobs)
-        else:
+        elif step == "closed" and piece.text:
             yield self._event(f"{kind}.done", **where, text=piece.text, **logprobs)
             yield self._event("response.content_part.done", **where, part=_content_part(piece.kind, piece.text))
 

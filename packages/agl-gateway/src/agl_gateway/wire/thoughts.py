@@ -5,6 +5,9 @@ its text. Anthropic's messages send back the ``signature`` of a thinking block, 
 ``thoughtSignature``. Servers of open models fill none of these fields, so the thoughts would be missing in the next
 prompt, which would then continue no sampled branch. The gateway seals the thoughts in these fields and restores them
 before it sends the next request, so it needs no memory. Sealed values are compressed, not encrypted.
+
+A seal of a translated answer holds the fields of the chat completion's message, as the server sent them. Some servers
+refuse a request without them, and some refuse thoughts under another name than theirs.
 """
 
 import base64
@@ -25,6 +28,7 @@ from agl_gateway.wire.translation import (
     named_event,
     object_of,
     objects_in,
+    thoughts_in,
 )
 
 _MAGIC = b"agl-v1"
@@ -34,12 +38,27 @@ MARK = base64.b64encode(_MAGIC)
 _MAX = 8 * 1024 * 1024
 """The maximum size of a request's decompressed thoughts, in bytes; more than any model's context holds."""
 
+_LIST = 40
+"""Bytes by which each list or object in a seal counts, because it takes more memory than its text."""
+
+FIELDS = "fields"
+"""The key, in the seal of a translated answer, of the fields of the chat completion's message."""
+
 _URL_SAFE = str.maketrans("-_", "+/")
 
 
 def seal(value: Any) -> str:
     """Seal a JSON value as compressed base64 text, which :class:`Unsealer` reads."""
     return base64.b64encode(_MAGIC + zlib.compress(msgspec.json.encode(value))).decode()
+
+
+def message_fields(sealed: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return thoughts as fields of a chat completion's message.
+
+    ``sealed`` is the content of their seal. Thoughts without such fields in it are given as ``text``; they get both
+    names, because servers read only one of them.
+    """
+    return as_object(sealed.get(FIELDS)) or ({"reasoning": text, "reasoning_content": text} if text else {})
 
 
 class Unsealer:
@@ -67,7 +86,7 @@ class Unsealer:
         """Return the decompressed bytes of a stream; ``None`` if the stream is incomplete."""
         inflater = zlib.decompressobj()
         plain = inflater.decompress(packed, self._left + 1)
-        self._left -= len(plain)
+        self._left -= len(plain) + _LIST * (plain.count(b"[") + plain.count(b"{"))
         if self._left < 0:
             raise Problem(
                 413,
@@ -93,7 +112,7 @@ def thoughts_of(asked: Request) -> "SealedResponses | SealedMessages | None":
 
 
 def restored(asked: Request) -> Request:
-    """Return the request with the sealed thoughts of earlier answers restored to plain text.
+    """Return the request with the sealed thoughts of earlier answers restored to plain text of the client's API.
 
     Raises:
         Problem: 413 if the thoughts are longer than any model's context.
@@ -111,6 +130,8 @@ def restored(asked: Request) -> Request:
 def _restored_item(item: Any, unsealer: Unsealer) -> Any:
     fields = as_object(item)
     sealed = as_object(unsealer.read(fields.get("encrypted_content")))
+    if FIELDS in sealed:
+        sealed = {"content": [{"type": "reasoning_text", "text": thoughts_in(as_object(sealed[FIELDS]))}]}
     return {key: value for key, value in fields.items() if key != "encrypted_content"} | sealed if sealed else item
 
 
@@ -119,8 +140,14 @@ def _restored_message(message: Any, unsealer: Unsealer) -> Any:
     blocks = fields.get("content")
     if not isinstance(blocks, list):
         return message
-    signatures = [(block, as_object(block).get("signature")) for block in cast("list[Any]", blocks)]
-    return {**fields, "content": [as_object(unsealer.read(sealed)) or block for block, sealed in signatures]}
+    return {**fields, "content": [_restored_block(block, unsealer) for block in cast("list[Any]", blocks)]}
+
+
+def _restored_block(block: Any, unsealer: Unsealer) -> Any:
+    sealed = as_object(unsealer.read(as_object(block).get("signature")))
+    if FIELDS in sealed:
+        return {"type": "thinking", "thinking": thoughts_in(as_object(sealed[FIELDS])), "signature": ""}
+    return sealed or block
 
 
 class _Unchanged:
@@ -165,7 +192,7 @@ class SealedMessages(_Unchanged):
         blocks = objects_in(given.get("content"))
         if not any(block.get("type") == "thinking" and not block.get("signature") for block in blocks):
             return body
-        signed = [signed_block(block) if block.get("type") == "thinking" else block for block in blocks]
+        signed = [_signed_block(block) if block.get("type") == "thinking" else block for block in blocks]
         return msgspec.json.encode({**given, "content": signed})
 
     def stream(self) -> "_SealedStream":
@@ -178,17 +205,17 @@ def _has_thoughts(output: Any) -> bool:
 
 
 def _sealed_response(response: dict[str, Any]) -> dict[str, Any]:
-    return {**response, "output": [sealed_item(item) for item in objects_in(response.get("output"))]}
+    return {**response, "output": [_sealed_item(item) for item in objects_in(response.get("output"))]}
 
 
-def sealed_item(item: dict[str, Any]) -> dict[str, Any]:
+def _sealed_item(item: dict[str, Any]) -> dict[str, Any]:
     """Return a reasoning item with its thoughts sealed in ``encrypted_content``; other and sealed items unchanged."""
     if item.get("type") != "reasoning" or item.get("encrypted_content") or not item.get("content"):
         return item
     return {**item, "encrypted_content": seal({"content": item["content"], "summary": item.get("summary") or []})}
 
 
-def signed_block(block: dict[str, Any]) -> dict[str, Any]:
+def _signed_block(block: dict[str, Any]) -> dict[str, Any]:
     """Return a thinking block with its thoughts sealed in ``signature``, unless it already has a signature."""
     return block if block.get("signature") else {**block, "signature": seal(block)}
 
@@ -198,7 +225,7 @@ def _responses_event(event: bytes) -> bytes:
         return event
     data = data_of(event)
     if data.get("type") in _ITEM_EVENTS:
-        data["item"] = sealed_item(as_object(data.get("item")))
+        data["item"] = _sealed_item(as_object(data.get("item")))
     elif _has_thoughts(as_object(data.get("response")).get("output")):
         data["response"] = _sealed_response(as_object(data["response"]))
     else:

@@ -144,6 +144,11 @@ def text_in(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
+def thoughts_in(fields: dict[str, Any]) -> str:
+    """Return the thoughts in a chat completion's message or delta, whose field has one of two names."""
+    return text_in(fields.get("reasoning_content")) or text_in(fields.get("reasoning"))
+
+
 def opening_of(call: Request) -> list[Any] | None:
     """Return the system prompt and the messages up to the user's first; ``None`` if there is no user message."""
     is_response = call.dialect == "responses"

@@ -117,8 +117,6 @@ def suggestions_of(metrics: Sequence[Metric]) -> list[Suggestion]:
 def suggestions_for(algorithm: str, table: Table, *, validations: Table) -> list[Suggestion]:
     """Return the suggestions from the metrics of one algorithm and of its run's validations."""
     steps, validated = _steps(table), _steps(validations)
-    if len(steps.numbers) < _LEAST:
-        return []
     findings = {rule: look(steps) for rule, look in _RULES.items()} | {"overfitting": _overfitting(steps, validated)}
     if not any(findings.values()):
         findings["no-progress"] = _still(steps)  # any other finding would explain it
@@ -187,6 +185,26 @@ def _dropped(steps: _Steps) -> _Finding | None:
     return (
         f"{share:.0%} of the rollouts take no part in training{f' ({why})' if why else ''}",
         "agl runs --status failed shows their errors; repair the agent or its reward",
+    )
+
+
+def _unreadable(steps: _Steps) -> _Finding | None:
+    last = steps.metrics[-1]
+    count, asked = last.get("unusable_answers", 0.0), last.get("spent_calls", 0.0)
+    if count < _LEAST or count < 0.3 * asked:
+        return None
+    return (
+        f"{count:.0f} of {asked:.0f} answers of the optimiser's model held no usable text",
+        "a model that follows instructions better, or a larger max_tokens, in [algorithm.params.optimizer]",
+    )
+
+
+def _unsent(steps: _Steps) -> _Finding | None:
+    if not steps.metrics[-1].get("texts_unsent"):
+        return None
+    return (
+        "a tuned text is in no model call, so no change of it can have an effect",
+        "give the agent's function a parameter with the resource's name, and send its text to the model",
     )
 
 
@@ -364,6 +382,8 @@ _nothing_good = _where(
 )
 
 _RULES: dict[str, _Rule] = {
+    "unsent-text": _unsent,
+    "unreadable-answers": _unreadable,
     "silent-groups": _silent_groups,
     "skipped-updates": _untrained,
     "dropped-rollouts": _dropped,

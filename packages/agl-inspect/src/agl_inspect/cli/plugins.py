@@ -8,7 +8,7 @@ import click
 from agl import PluginManager
 from agl.contracts import Kind, PluginStatus
 from agl.errors import AglError, MissingExtraError, PluginError, UnknownComponentError
-from agl.hints import did_you_mean
+from agl.hints import count_of, did_you_mean
 from agl.schemas import Record
 from agl_inspect.terminal.opening import pass_manager
 from agl_inspect.terminal.output import json_option, print_json, print_table
@@ -83,7 +83,8 @@ def check(ctx: click.Context, manager: PluginManager, name: str | None, as_json:
         click.echo(f"{finding.plugin}: {'optional: ' if finding.is_optional else ''}{finding.error}")
     is_wrong = any(not finding.is_optional for finding in findings)
     if not is_wrong and not as_json:
-        click.echo(f"{len(statuses)} plugins with {sum(len(s.components) for s in statuses)} components: all well")
+        components = sum(len(status.components) for status in statuses)
+        click.echo(f"{count_of(len(statuses), 'plugin')} with {count_of(components, 'component')}: all well")
     ctx.exit(1 if is_wrong else 0)
 
 

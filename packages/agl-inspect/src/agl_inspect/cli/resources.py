@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_inspect.records import labels
 from agl_inspect.records.state import DEFERRED
@@ -210,7 +211,6 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
 )
 @click.option("--min-gain", default=0.0, show_default=True, help="Smallest difference of the mean rewards.")
 @click.option("--min-rollouts", default=20, show_default=True, help="Smallest number of rewards of each version.")
-@click.option("--split", "is_split", is_flag=True, help="With --if-better: compare VERSION and the label as arms.")
 @click.option(
     "--experiment", shell_complete=complete_experiment, help="With --if-better: only rollouts of this experiment."
 )
@@ -222,7 +222,6 @@ def promote(
     version: str,
     label: str,
     if_better: bool,
-    is_split: bool,
     experiment: str | None,
     reason: str,
     **criterion: Any,
@@ -231,25 +230,19 @@ def promote(
 
     With --if-better, compares the rewards of all finished rollouts that ran with either version (Welch's interval of
     the difference of means), and moves the label only if there are --min-rollouts of each and the interval's lower end
-    is above --min-gain. With --split, VERSION is a label, and only rollouts that a serving split gave to the arms
-    VERSION and --label count.
+    is above --min-gain. For versions that a serving split gives to callers, see agl resources split --promote.
     """
-    ctx = click.get_current_context()
-    if is_split and not if_better:
-        raise ConfigError("--split limits the rewards that --if-better compares; give both, or neither")
-    unused = [] if if_better else [option for name, option in given_options(ctx).items() if name in _CONDITIONS]
+    unused = (
+        []
+        if if_better
+        else [option for name, option in given_options(click.get_current_context()).items() if name in _CONDITIONS]
+    )
     if unused:
         names = " and ".join(unused)
         raise ConfigError(
             f"{names} would do nothing without --if-better: the label moves regardless of the rewards. Add "
             f"--if-better, or leave out {names}"
         )
-    if is_split:
-        split = resources.get_command(ctx, "split")
-        assert split is not None  # noqa: S101  # get_command raises for an unknown command
-        options = {"experiment": experiment, "reason": reason, "store_url": store.url, "as_json": store.as_json}
-        ctx.invoke(split, labels=(label, version), promoted=name, **options, **criterion)
-        return
 
     async def work(opened: Store) -> tuple[LabelMove, str]:
         found = await shown(opened, name, version)
@@ -394,8 +387,9 @@ def _scores(first: Candidate, winner: Candidate) -> Iterator[str]:
 
 def _costs(search: Search) -> Iterator[str]:
     spent, tokens = search.spent, sum(candidate.agent.tokens for candidate in search.candidates)
-    yield f"- {spent.rollouts} rollouts of the agent, {tokens} tokens in the recorded model calls of the candidates"
-    yield f"- {spent.calls} questions to the optimiser's model, {spent.tokens} tokens"
+    rollouts = count_of(spent.rollouts, "rollout")
+    yield f"- {rollouts} of the agent, {tokens} tokens in the recorded model calls of the candidates"
+    yield f"- {count_of(spent.calls, 'question')} to the optimiser's model, {spent.tokens} tokens"
     if spent.money:
         yield f"- {spent.money:.4g} in money"
 

@@ -14,6 +14,7 @@ import msgspec
 from agl import PluginManager
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError, ConflictError
+from agl.hints import count_of
 from agl.schemas import Record, Reward, Rollout
 from agl.stores import read_recordings
 from agl.tracing import make_reward_span
@@ -145,7 +146,7 @@ def _refuse_options(ctx: click.Context) -> None:
 def remove(manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str | None, force: bool) -> None:
     """Remove finished rollouts with their attempts and spans; a unique beginning of an id is enough."""
     count = with_store(manager, store_url, lambda store: _remove(store, rollout_ids, force=force))
-    click.echo(f"removed {count} rollouts")
+    click.echo(f"removed {count_of(count, 'rollout')}")
 
 
 @runs.command("rate")
@@ -211,7 +212,7 @@ def collect_garbage(
     if store.as_json:
         print_json(done)
         return
-    click.echo(f"{'would remove' if dry_run else 'removed'} {len(done.removed)} rollouts")
+    click.echo(f"{'would remove' if dry_run else 'removed'} {count_of(len(done.removed), 'rollout')}")
     if done.kept_for_experiments:
         click.echo(f"kept {done.kept_for_experiments} of experiments that are not finished")
     if done.compaction is not None and done.compaction.before - done.compaction.after >= LEAST_FREED:

@@ -15,6 +15,7 @@ from agl import semconv
 from agl.contracts import SpanQuery, Store
 from agl.episodes import ScoreOptions
 from agl.errors import NotFoundError
+from agl.hints import count_of
 from agl.schemas import Attempt, Episode, ErrorInfo, Json, Record, Reward, Rollout, Span, to_json
 from agl_inspect.advice.suggestions import VALIDATE
 from agl_inspect.records.metrics import RUN, LoggedRun, experiment_step, read_runs, step_line, version_of_step
@@ -31,7 +32,7 @@ from agl_inspect.terminal.opening import (
     complete_rollout,
     reads_store,
 )
-from agl_inspect.terminal.output import echo, json_line, print_json, when
+from agl_inspect.terminal.output import echo, json_line, print_json, when, write_json
 from agl_inspect.terminal.program import Modes
 from agl_inspect.terminal.query import find, find_exact, span_options
 from agl_inspect.text import short
@@ -66,7 +67,7 @@ class Contents:
     def of(self, span: Span) -> list[str]:
         """Return the lines with the span's contents, which follow the line of the span."""
         repeated, texts = contents_of(span, self._shown)
-        lines = [f"({repeated} messages as above)"] if repeated else []
+        lines = [f"({count_of(repeated, 'message')} as above)"] if repeated else []
         for role, label, value in texts:
             if role == "error":
                 lines += self.traceback(str(value)) if self.is_full else []
@@ -99,7 +100,7 @@ class Contents:
         left_out = max(0, len(lines) - TRACEBACK_LINES)
         kept = [line if len(line) <= CUT else f"{line[:CUT]}…" for line in lines[left_out:]]
         self.is_cut = self.is_cut or kept != lines
-        return [f"… ({left_out} lines before)", *kept] if left_out else kept
+        return [f"… ({count_of(left_out, 'line')} before)", *kept] if left_out else kept
 
 
 async def read_steps(store: Store, experiment: str | None, run: int | None) -> list[dict[str, Json]]:
@@ -304,7 +305,8 @@ def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
     """Describe the versions of a resource with their parents and scores, then the diff from the first to the last."""
     published = [item for item in versions if not item.is_only_tried] or list(versions)
     name = published[0].version.name
-    yield f"{name}: {len(published)} published versions, {len(versions) - len(published)} candidates"
+    candidates = count_of(len(versions) - len(published), "candidate")
+    yield f"{name}: {count_of(len(published), 'published version')}, {candidates}"
     for item in versions:
         version = item.version
         is_made = version.algorithm or item.origin == ORIGIN
@@ -337,13 +339,13 @@ async def _load(store: Store, rollout_id: str, number: int | None, chosen_spans:
 
 async def _print_json(found: ShownRollout) -> None:
     """Print the rollout as one line of JSON, reading the spans in small pages."""
-    click.echo(f'{{"rollout":{json_line(found.rollout)},"attempts":{json_line(found.attempts)},"spans":[', nl=False)
+    write_json(f'{{"rollout":{json_line(found.rollout)},"attempts":{json_line(found.attempts)},"spans":[')
     comma = ""
     for reader in found.readers:
         async for span in reader:
-            click.echo(comma + json_line(span), nl=False)
+            write_json(comma + json_line(span))
             comma = ","
-    click.echo("]}")
+    write_json("]}\n")
 
 
 async def _print(found: ShownRollout, contents: Contents) -> None:

@@ -30,7 +30,7 @@ from agl_inspect.terminal.output import echo, print_json, print_table
 from agl_inspect.terminal.query import deciding
 
 _READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-_TOLD_EVERY = 1000
+_PROGRESS_EVERY = 1000
 
 _Found = tuple[list[str], list[tuple[Any, ...]]]
 """The names of a query's columns, and the rows."""
@@ -111,8 +111,8 @@ def _refuse_repeated(columns: Sequence[str]) -> None:
 
 
 def _tell(count: int) -> None:
-    if count % _TOLD_EVERY == 0 and sys.stderr.isatty():
-        click.echo(f"read {count:,} rollouts", err=True)
+    if count % _PROGRESS_EVERY == 0 and sys.stderr.isatty():
+        click.echo(f"rollouts read: {count:,}", err=True)
 
 
 def _shown(value: Any) -> str:

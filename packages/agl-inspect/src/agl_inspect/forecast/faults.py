@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from agl.hints import count_of
 from agl.schemas import Json, Record, to_json
 from agl_inspect.advice.suggestions import FULL_SAMPLING, LONGER_ANSWERS, REWRITTEN
 from agl_inspect.forecast.observed import Observed, ToolUse
@@ -300,7 +301,7 @@ def _is_many(concerned: Sequence[Observed], examined: Examined) -> bool:
 
 
 def _of(concerned: Sequence[Observed], examined: Examined) -> str:
-    return f"{len(concerned)} of {len(examined.rollouts)} rollouts"
+    return f"{len(concerned)} of {count_of(len(examined.rollouts), 'rollout')}"
 
 
 def _first(concerned: Sequence[Observed]) -> str:
@@ -328,7 +329,7 @@ _RULES: Mapping[str, _Rule] = {
     "other-policy": _other_policy,
     "unseen-calls": _many(
         lambda one: one.unseen > 0,
-        lambda found, of: f"{sum(one.unseen for one in found)} model calls in {of} bypass the record",
+        lambda found, of: f"{count_of(sum(one.unseen for one in found), 'unrecorded model call')} in {of}",
         NEXT_STEP["unseen_calls"],
     ),
     "call-errors": _many(

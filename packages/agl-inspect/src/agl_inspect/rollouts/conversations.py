@@ -79,8 +79,8 @@ def _digests(messages: Sequence[Any]) -> Iterator[bytes]:
 def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the parts of a message as ``(label, text)``: reasoning, content, and tool calls with arguments."""
     role = str(message.get("role", "message"))
-    reasoning = [message[key] for key in ("reasoning_content", "reasoning") if message.get(key)]
-    found = [(f"{role} thinks", _plain(each)) for each in reasoning]
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    found = [(f"{role} thinks", _plain(reasoning))] if reasoning else []
     if message.get("content"):
         found.append((role, _plain(message["content"])))
     for call in objects(message.get("tool_calls")):

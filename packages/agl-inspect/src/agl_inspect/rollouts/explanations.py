@@ -8,9 +8,9 @@ from typing import Any
 from agl import semconv
 from agl.contracts import CallUse
 from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
+from agl.hints import count_of
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
 from agl_inspect.rollouts.training import TrainingRecord, token_values
-from agl_inspect.text import count_of
 
 _MOST_TOKENS = 2**53
 """Counts of tokens above this are not believed, and do not fit every store's integers."""
@@ -120,7 +120,7 @@ def _use(call: CallUse, *, hides_note: bool) -> str:
     if call.row < 0:
         return ", ".join(filter(None, (f"{call.span_id}: did not train: {call.note}", credit)))
     advantage = f"advantage {_number(call.advantage)}" if call.advantage is not None else ""
-    tokens = [_spread(call, "advantage"), _mean_of_tokens(call, "entropy")]
+    tokens = [_spread(call, "advantage"), _mean_entropy(call)]
     parts = (f"{call.span_id}: row {call.row}", credit, advantage, *tokens, "" if hides_note else call.note)
     return ", ".join(filter(None, parts))
 
@@ -131,9 +131,9 @@ def _spread(call: CallUse, name: str) -> str:
     return f"{name} of its tokens from {_number(min(values))} to {_number(max(values))}" if values else ""
 
 
-def _mean_of_tokens(call: CallUse, name: str) -> str:
-    values = _known(call, name)
-    return f"mean {name} {_number(fmean(values))}" if values else ""
+def _mean_entropy(call: CallUse) -> str:
+    values = _known(call, "entropy")
+    return f"mean entropy {_number(fmean(values))}" if values else ""
 
 
 def _known(call: CallUse, name: str) -> list[float]:

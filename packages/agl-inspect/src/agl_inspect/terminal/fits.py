@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from agl.contracts import Store
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl_inspect.advice.past_runs import (
     History,
     PastRun,
@@ -15,7 +16,7 @@ from agl_inspect.advice.ranking import FEWEST, Fit, add_fit, fit
 from agl_inspect.records.metrics import choice
 from agl_inspect.records.state import load_experiment
 from agl_inspect.terminal.output import echo, print_table
-from agl_inspect.text import short
+from agl_inspect.text import ends, short
 
 _NAMED = 12
 """The most runs that a line names."""
@@ -110,18 +111,17 @@ def _source(found: Fit) -> str:
     names = [run.name for run in found.runs]
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     left = f"; {found.unfinished} of the same kind have not ended and count for nothing" if found.unfinished else ""
-    runs = f"{len(names)} comparable run{'' if len(names) == 1 else 's'}{f' ({shown})' if shown else ''}"
+    runs = f"{count_of(len(names), 'comparable run')}{f' ({shown})' if shown else ''}"
     return f"{runs}: same agent ({short(found.agent)}), tasks, validation, rewards and algorithms{left}"
 
 
 def _reward(run: PastRun) -> str:
-    ends = "" if run.low is None or run.high is None else f", 95 % [{run.low:.3f}, {run.high:.3f}]"
-    tasks = f"{run.tasks} task{'' if run.tasks == 1 else 's'}"
-    return f"validation reward {run.mean:.3f}{ends} over {tasks}, after step {run.turn}"
+    mean = f"{run.mean:.3f}{ends(run.low, run.high)}"
+    return f"validation reward {mean} over {count_of(run.tasks, 'task')}, after step {run.turn}"
 
 
 def lacking(found: Fit) -> str:
     """Return a sentence about how many more runs a ranking needs, and how to make them."""
-    more = f"{found.missing} more comparable run{'' if found.missing == 1 else 's'}"
+    more = count_of(found.missing, "more comparable run")
     how = "agl run FILE --set experiment.name=OTHER --set KEY=VALUE"
     return f"a model needs {FEWEST} runs to rank parameters: {more} first, with other values ({how})"

@@ -3,6 +3,7 @@
 import shutil
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,7 +12,18 @@ import click
 from agl.schemas import to_json
 from agl_inspect.text import CONTROLS, visible
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+_STDOUT = "agl_inspect.stdout"
+
+
+def _keep_stdout(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+    """Keep standard output for the JSON alone: what plugins and agents print goes to standard error."""
+    if value:
+        ctx.meta[_STDOUT] = sys.stdout
+        ctx.with_resource(redirect_stdout(sys.stderr))
+    return value
+
+
+json_option = click.option("--json", "as_json", is_flag=True, callback=_keep_stdout, help="Print JSON for programs.")
 """Decorator that adds ``--json`` to a command, which gets the flag as ``as_json``."""
 
 
@@ -34,7 +46,13 @@ def echo(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print ``value`` as one line of JSON."""
-    click.echo(json_line(value))
+    write_json(json_line(value) + "\n")
+
+
+def write_json(text: str) -> None:
+    """Write a part of the JSON output to standard output, which ``--json`` keeps free of other text."""
+    context = click.get_current_context(silent=True)
+    click.echo(text, file=context and context.meta.get(_STDOUT), nl=False)
 
 
 def json_line(value: Any) -> str:

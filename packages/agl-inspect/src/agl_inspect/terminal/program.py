@@ -1,7 +1,10 @@
 """The ``agl`` command itself: global options, lazily loaded commands, and errors printed as one paragraph."""
 
+import errno
 import logging
+import os
 import sys
+import threading
 import traceback
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -93,7 +96,7 @@ class PluginGroup(click.Group):
         """Run the command.
 
         An :class:`AglError` is printed on stderr as one paragraph, with exit status 1; so is a usage error, with exit
-        status 2. Ctrl-C ends the program with exit status 130.
+        status 2. An :class:`OSError` is printed in the same way. Ctrl-C ends the program with exit status 130.
         """
         try:
             with _refused():
@@ -102,10 +105,18 @@ class PluginGroup(click.Group):
             if ctx.params.get("debug"):
                 click.echo(visible(traceback.format_exc()), err=True)
             raise click.ClickException(visible(str(error))) from error
+        except OSError as error:  # such as a full disk; click and the commands treat a closed terminal or pipe
+            if ctx.params.get("debug") or error.errno in (errno.EPIPE, errno.EIO):
+                raise
+            hint = "correct that and repeat the command; agl --debug shows the traceback"
+            raise click.ClickException(visible(f"the operating system refused: {error}; {hint}")) from error
         except KeyboardInterrupt:
             click.echo("\nstopped", err=True)
             sys.exit(STOPPED)
 
+
+PATIENCE_S = 5.0
+"""Seconds that threads of an agent or a plugin may run on after the command."""
 
 _GROUPS = {
     "Run": ("init", "check", "dev", "run", "worker", "serve", "exec"),
@@ -181,4 +192,20 @@ def main() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    cli(prog_name="agl")
+    try:
+        cli(prog_name="agl")
+    except SystemExit as done:
+        # Python waits for threads that are no daemons, and an agent's module may have started one that never ends.
+        timer = threading.Timer(PATIENCE_S, _leave_threads, [done.code])
+        timer.daemon = True
+        timer.start()
+        raise
+
+
+def _leave_threads(code: int) -> None:
+    left = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+    if left:
+        names = ", ".join(thread.name for thread in left)
+        logging.getLogger(__name__).warning("the command has ended, and stops threads that still run: %s", names)
+        sys.stdout.flush()
+        os._exit(code)

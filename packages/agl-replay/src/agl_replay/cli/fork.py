@@ -19,6 +19,7 @@ from agl.contracts import ForkPlan, Store
 from agl.dialects import call_messages
 from agl.episodes import episode_reward
 from agl.errors import AglError, ConfigError
+from agl.hints import count_of
 from agl.schemas import Record, Rollout, Span
 from agl.stores import all_spans
 from agl_inspect.records.names import FORKS, PROMPT_TRIAL, TRIAL
@@ -28,7 +29,7 @@ from agl_inspect.stores import command, located
 from agl_inspect.terminal.opening import complete_rollout, pass_manager, resolve_url, store_option, with_store
 from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table
 from agl_inspect.terminal.query import find
-from agl_inspect.text import short, visible
+from agl_inspect.text import ends, short, visible
 from agl_replay.forking import CONFIDENCE, Forked, ForkReport, describe_fork, fork_rollout, judged
 from agl_run import load_config
 from agl_run.engine import Plan, can_replay, default_progress, run_blocking
@@ -148,7 +149,7 @@ def _reward(recorded: _Recorded, plan: Plan) -> float | None:
 def _call(recorded: _Recorded, number: int) -> RecordedAnswer:
     if number > len(recorded.calls):
         raise ConfigError(
-            f"--at {number} is beyond the {len(recorded.calls)} model calls of {recorded.rollout.rollout_id}; "
+            f"--at {number} is beyond the last model call ({len(recorded.calls)}) of {recorded.rollout.rollout_id}; "
             f"agl replay --fork {recorded.rollout.rollout_id} lists them"
         )
     return recorded.calls[number - 1]
@@ -259,10 +260,9 @@ def _print_forks(report: ForkReport) -> None:
     for error, count in Counter(fork.error for fork in report.forks if fork.error).items():
         echo(f"{count} of {len(report.forks)}: {short(error, 600)}")
     if report.mean is not None:
-        ends = "" if report.low is None else f", {CONFIDENCE:.0%} interval [{report.low:.3g}, {report.high:.3g}]"
+        interval = ends(report.low, report.high, ".3g", label=f", {CONFIDENCE:.0%} interval")
         count = sum(fork.reward is not None for fork in report.forks)
-        forks = f"{count} fork{'' if count == 1 else 's'}"
-        echo(f"mean reward {report.mean:.3g}{ends}, {forks}; recorded {_words(report.reward)}")
+        echo(f"mean reward {report.mean:.3g}{interval}, {count_of(count, 'fork')}; recorded {_words(report.reward)}")
     echo(report.verdict)
     if not report.is_complete:
         echo("stopped before all forks had ended")

@@ -21,6 +21,7 @@ from agl import PluginManager, semconv
 from agl.contracts import Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl.schemas import Episode, JsonResource, ModelCall, PromptTemplate, Record, Resource, Rollout, Span
 from agl.stores import all_spans
 from agl_inspect.rollouts.conversations import difference
@@ -155,9 +156,9 @@ def _print(result: ReplayComparison, *, served: int | None) -> None:
     for line in result.diverged:
         echo(f"diverged: the agent made a request that was not recorded: {line}")
     if result.unused:
-        echo(f"diverged: {result.unused} recorded answers were not asked for")
+        echo(f"diverged: the agent did not ask for {count_of(result.unused, 'recorded answer')}")
     if served is not None and not (result.diverged or result.unused):
-        echo(f"the agent made exactly the recorded requests ({served} calls)")
+        echo(f"the agent made exactly the recorded requests ({count_of(served, 'call')})")
     for line in result.changed:
         echo(f"changed: {line}")
     if result.equal:

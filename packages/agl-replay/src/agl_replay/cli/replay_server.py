@@ -35,7 +35,6 @@ class ReplayServer:
         self.served = 0
         self._lock = threading.Lock()
         self._answers: dict[bytes, deque[list[ModelCall]]] = defaultdict(deque)
-        self._recorded = [(call.dialect, asked(call.dialect, call.request)) for call in calls]
         for exchange in exchanges_of(calls):
             self._answers[key_of(exchange[0].dialect, exchange[0].request)].append(exchange)
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -76,9 +75,16 @@ class ReplayServer:
     def _note(self, dialect: Dialect | None, path: str, body: Any) -> str:
         messages = asked(dialect, body) if dialect else []
         what = ending(messages) if messages else short(body, 120)
-        where = nearest(messages, [known for kind, known in self._recorded if kind == dialect])
+        where = nearest(messages, self._expected(dialect, body))
         self.diverged.append(f"{path}, ending with {what}{'; ' if where else ''}{where}" if dialect else path)
         return f"this request is not in the recorded rollout, or was made less often there ({what})"
+
+    def _expected(self, dialect: Dialect | None, body: Any) -> list[list[Any]]:
+        """Return the recorded conversations that a request may stand for: those that were not requested yet."""
+        if dialect is not None and key_of(dialect, body) in self._answers:
+            return [asked(dialect, body)]
+        waiting = [exchange[0] for exchanges in self._answers.values() for exchange in exchanges]
+        return [asked(call.dialect, call.request) for call in waiting if call.dialect == dialect]
 
 
 def _handler(server: ReplayServer) -> type[BaseHTTPRequestHandler]:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from agl import PluginManager
 from agl.contracts import Recording, RolloutQuery, Store
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl.schemas import Record, Reward, to_json
 from agl.stores import read_recordings
 from agl_inspect.records.names import TRIAL
@@ -21,7 +22,7 @@ from agl_inspect.stores import MEMORY
 from agl_inspect.terminal.opening import complete_rollout, pass_manager, resolve_url, store_option, with_store
 from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table
 from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query
-from agl_inspect.text import short
+from agl_inspect.text import ends, short
 from agl_replay.rescoring import Rescored, make_rescorer, rewards_plan
 from agl_replay.reward_change import GroupChange, PartChange, RewardChange, Values, sum_up
 from agl_run import load_config
@@ -138,8 +139,8 @@ async def _chosen(store: Store, query: RolloutQuery, names: Sequence[str]) -> Ro
     if not await store.rollouts(replace(query, limit=1)):
         mode = f" in mode {query.mode}" if query.mode else ""
         raise ConfigError(
-            f"no rollout of {query.experiment!r} that is {' or '.join(query.status)}{mode} is recorded; agl runs lists "
-            "the others"
+            f"no rollout of {query.experiment!r} with the status {' or '.join(query.status)}{mode} is recorded; agl "
+            "runs lists the others"
         )
     return replace(query, sort="created_at", is_newest_first=True)
 
@@ -191,23 +192,23 @@ def _print_rewards(label: str, rewards: Sequence[Reward]) -> None:
 
 
 def _print_change(change: RewardChange) -> None:
-    echo(f"scored {_rollouts(change.scored)}{f', skipped {change.skipped}' if change.skipped else ''}")
+    echo(f"scored {count_of(change.scored, 'rollout')}{f', skipped {change.skipped}' if change.skipped else ''}")
     if change.before is not None:
-        tasks = "1 task" if change.tasks == 1 else f"{change.tasks} tasks"
+        tasks = count_of(change.tasks, "task")
         echo(f"mean over {tasks}: {_number(change.before)} recorded, {_number(change.after)} now")
     if change.difference is not None:
         one = change.difference
         kind = "tasks" if change.tasks > 1 else "rollouts"
-        ends = f"{one.confidence:.0%} interval [{one.low:+.4f}, {one.high:+.4f}]"
-        echo(f"difference {one.difference:+.4f}, {ends}, paired by {one.paired_tasks} {kind}")
+        interval = ends(one.low, one.high, "+.4f", label=f", {one.confidence:.0%} interval")
+        echo(f"difference {one.difference:+.4f}{interval}, paired by {one.paired_tasks} {kind}")
     if change.lost or change.gained:
-        echo(f"{_rollouts(change.lost)} that had a reward have none now; {change.gained} that had none have one")
+        echo(f"{change.lost} of them lost their reward, and {change.gained} got their first")
     for line in _group_lines(change.groups) if change.scored else ():
         echo(line)
     if change.parts:
         print_table(_COLUMNS, [row for part in change.parts[:_PARTS] for row in _part_rows(part)], whole=("when",))
     for text, count in list(change.errors.items())[:_ERRORS]:
-        echo(f"error in {_rollouts(count)}: {short(text, _LONGEST)}")
+        echo(f"error in {count_of(count, 'rollout')}: {short(text, _LONGEST)}")
     if left := max(0, len(change.parts) - _PARTS) + max(0, len(change.errors) - _ERRORS):
         echo(f"and {left} more parts and errors; --json has all")
 
@@ -237,10 +238,6 @@ def _cells(values: Values) -> tuple[str, ...]:
     low, high = f"{values.at_least:.0%}", f"{values.at_greatest:.0%}"
     spread = _number(values.mean), _number(values.spread)
     return str(values.n), str(values.missing), *spread, _number(values.least), low, _number(values.greatest), high
-
-
-def _rollouts(count: int) -> str:
-    return f"{count} rollout{'' if count == 1 else 's'}"
 
 
 def _number(value: float | None) -> str:

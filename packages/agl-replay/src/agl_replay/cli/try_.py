@@ -10,6 +10,7 @@ import msgspec
 
 from agl import PluginManager
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl.schemas import Json
 from agl_inspect.stores import MEMORY, command, without_password
 from agl_inspect.terminal.opening import pass_manager, with_store
@@ -180,7 +181,7 @@ def _run(
         samples=samples,
     )
     count = len(tasks) * len(found) * samples
-    click.echo(visible(f"{count} rollouts: {len(found)} candidates on {source}"), err=True)
+    click.echo(visible(f"{count_of(count, 'rollout')}: {count_of(len(found), 'candidate')} on {source}"), err=True)
     contested = Contested()
     try:
         run_blocking(lambda: try_versions(plan, contest, progress=default_progress(on_errors=True), found=contested))

@@ -5,12 +5,15 @@ Errors name the missing module or attribute, the file that needs it, and the nex
 
 import importlib
 import json
+import os
+import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from agl import PluginManager
 from agl.contracts import Tracer
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
@@ -92,7 +95,7 @@ def _import_module(name: str, folder: str, kind: str) -> Any:
         raise ConfigError(
             f"no module {name!r} for the {kind}; looked in {where} and sys.path; {_other_module(name, Path(where))}"
         ) from error
-    except (Exception, SystemExit) as error:  # any error of the module is reported as its own
+    except (Exception, SystemExit, GeneratorExit) as error:  # any error of the module is reported as its own
         problem = f"{type(error).__name__} when it was imported: {error}{_at(error, folder)}"
         raise ConfigError(
             f"the {kind}'s module {name!r} raised {problem}; make it importable first, or use --debug for the traceback"
@@ -126,10 +129,25 @@ def _at(error: BaseException, folder: str) -> str:
 
 def place_of(error: BaseException, folder: str | Path) -> str:
     """Return the innermost line of the traceback that lies in ``folder``, as ``agent.py:3``; ``""`` if no line does."""
+    return place_in("".join(traceback.format_tb(error.__traceback__)), folder)
+
+
+def place_in(trace: str, folder: str | Path) -> str:
+    """Return the last line of a formatted traceback that lies in ``folder``, as ``agent.py:3``; ``""`` if none does."""
     root = str(Path(folder).absolute())
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename.startswith(root) and "site-packages" not in frame.filename]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    frames = re.findall(r'File "(.+)", line (\d+)', trace)
+    own = [(file, line) for file, line in frames if file.startswith(root) and "site-packages" not in file]
+    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
+
+
+def load_tracers(names: Sequence[str], manager: PluginManager) -> list[Tracer]:
+    """Build and install tracers for this whole process, and set the environment variables that they need."""
+    tracers: list[Tracer] = [manager.build(manager.tracer(name)) for name in names]
+    for tracer in tracers:
+        # Before the agent is imported: frameworks read such variables at import.
+        os.environ.update(tracer.worker_env())
+    install_tracers(zip(names, tracers, strict=True))
+    return tracers
 
 
 def install_tracers(tracers: Iterable[tuple[str, Tracer]]) -> None:

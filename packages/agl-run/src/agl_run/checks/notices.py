@@ -1,6 +1,6 @@
 """Notices about valid experiments: settings without effect, and too many rollouts on one event loop."""
 
-from agl_run.config.records import ASYNC, EPISODE
+from agl_run.config.sections import ASYNC, EPISODE
 from agl_run.fleet import LOOP_ROLLOUTS
 from agl_run.plan import Plan
 

@@ -23,8 +23,8 @@ from agl_run.agents.importing import OtherModuleError, make_importable
 from agl_run.checks.frameworks import check_frameworks
 from agl_run.config.agent import HARNESS, agent_of, tasks_of, with_runner
 from agl_run.config.dataset import Tasks, as_tasks, check_hidden
-from agl_run.config.records import ExperimentConfig, ExperimentSection, GatewayConfig, ResourceConfig
 from agl_run.config.retention import limits_of
+from agl_run.config.sections import ExperimentConfig, ExperimentSection, GatewayConfig, ResourceConfig
 from agl_run.deliver.exporting import check_different
 from agl_run.parts.rewards import check_known
 from agl_run.plan import VALIDATION, Plan, load_agent

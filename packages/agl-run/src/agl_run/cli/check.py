@@ -9,6 +9,7 @@ import click
 
 from agl import PluginManager
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl_inspect.forecast.costs import Device, device_of
 from agl_inspect.forecast.models import ModelShape, shape_of_model
 from agl_inspect.stores import SQLITE, build_store, without_password
@@ -31,7 +32,7 @@ from agl_run.parts.waiting import waiting_for
 from agl_run.plan import Plan
 from agl_run.run.blocking import run_blocking
 from agl_run.run.fit import dev_plan
-from agl_run.run.session import store_url_of
+from agl_run.run.running_experiment import store_url_of
 from agl_run.terminal import experiment_argument, make_trainer, ray_option
 
 
@@ -182,7 +183,7 @@ def _say(text: str) -> None:
 
 def _summary(plan: Plan, warnings: Sequence[str], *, notes: Sequence[str], again: str) -> str:
     config = plan.config
-    lines = [f"{plan.name}: {len(plan.train)} training and {len(plan.val)} validation tasks"]
+    lines = [f"{plan.name}: {count_of(len(plan.train), 'training task')}, {count_of(len(plan.val), 'validation task')}"]
     lines.append(f"agent: {plan.agent.path or plan.agent.identity}; runner {config.runner.use}")
     for algorithm in config.algorithm:
         agents = f", agents {algorithm.agents!r}" if algorithm.agents else ""
@@ -210,5 +211,5 @@ def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: in
         print_json(result)
     else:
         for episode in result.episodes:
-            click.echo(describe_episode(episode, is_trained=bool(trainer.config.algorithm)))
+            click.echo(describe_episode(episode, is_trained=bool(trainer.config.algorithm), folder=plan.folder))
     sys.exit(0 if any(episode.rollout.status == "succeeded" for episode in result.episodes) else 1)

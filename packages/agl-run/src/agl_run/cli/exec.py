@@ -15,10 +15,10 @@ from typing import NoReturn
 import click
 
 from agl import PluginManager
-from agl.errors import ConfigError
+from agl.hints import count_of
+from agl.stores import base_url_of
 from agl_inspect.stores import as_url, proposal, refuse_directory
 from agl_inspect.terminal.opening import pass_manager
-from agl_inspect.text import count_of
 from agl_run.runners.recording import RecordedRun, StopRequest, record_command
 from agl_run.watch.agreement import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_calls
 
@@ -34,6 +34,13 @@ _RECORDED = (
 @click.option("--store", "url", default=None, envvar="AGL_STORE", help="Store for the record.  [sqlite:///runs/agl.db]")
 @click.option("--upstream", default=None, envvar="OPENAI_BASE_URL", help="Address for the program's model calls.")
 @click.option(
+    "--tracer",
+    "tracers",
+    multiple=True,
+    metavar="NAME",
+    help="Also record agents and tools with this tracer, such as langchain; may be repeated.",
+)
+@click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=0, min_open=True),
@@ -43,17 +50,28 @@ _RECORDED = (
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @pass_manager
 def exec_(
-    manager: PluginManager, url: str | None, upstream: str | None, timeout_s: float | None, command: tuple[str, ...]
+    manager: PluginManager,
+    url: str | None,
+    upstream: str | None,
+    tracers: tuple[str, ...],
+    timeout_s: float | None,
+    command: tuple[str, ...],
 ) -> None:
     """Run COMMAND once and record its model calls; its output and exit status pass through.
 
     Ctrl-C and SIGTERM stop COMMAND with all its programs, and keep the record; the exit status is 130 or 143.
     """
-    exec_program(manager, command, url=url, upstream=upstream, timeout_s=timeout_s)
+    exec_program(manager, command, url=url, upstream=upstream, tracers=tracers, timeout_s=timeout_s)
 
 
 def exec_program(
-    manager: PluginManager, command: tuple[str, ...], *, url: str | None, upstream: str | None, timeout_s: float | None
+    manager: PluginManager,
+    command: tuple[str, ...],
+    *,
+    url: str | None,
+    upstream: str | None,
+    timeout_s: float | None,
+    tracers: tuple[str, ...] = (),
 ) -> NoReturn:
     """Run a program once, record its model calls, and exit with its status.
 
@@ -63,18 +81,20 @@ def exec_program(
         url: The store's URL or path; by default ``runs/agl.db``.
         upstream: The OpenAI-compatible base URL to which the program's model calls go.
         timeout_s: Seconds after which the program is stopped.
+        tracers: Names of tracers that record the agents and tools of a Python program.
     """
+    for name in tracers:
+        manager.tracer(name)  # an unknown name is refused before the program starts
     store_url = as_url(url or DEFAULT_STORE)
     refuse_directory(store_url, Path())
-    if upstream and not upstream.startswith(("http://", "https://")):
-        raise ConfigError(f"--upstream {upstream!r} is not a URL; write http://HOST:PORT/v1")
     started = time.monotonic()
     request = StopRequest()
     recording = record_command(
         command,
         manager=manager,
         store_url=store_url,
-        upstream=upstream or "",
+        upstream=base_url_of(upstream, who="--upstream") if upstream else "",
+        tracers=tracers,
         timeout_s=timeout_s,
         request=request,
     )

@@ -19,12 +19,14 @@ COMMON = "common"
 class Template:
     """A kind of experiment that ``agl init`` writes.
 
-    The record holds its summary, the distributions it needs, and a step to do before it runs.
+    The record holds its summary, the distributions it needs, a step to do before it runs, and the command that does
+    the step, if one does.
     """
 
     summary: str
     needs: tuple[str, ...]
     before: str
+    command: str = ""
 
 
 API = "set OPENAI_API_KEY, or another base_url in experiment.toml"
@@ -39,6 +41,12 @@ TEMPLATES = {
         summary="train a small model on this machine",
         needs=("agl-run", "agl-gateway", "agl-algo-torch", "openai"),
         before="the model of experiment.toml is downloaded when the run starts",
+    ),
+    "tiny": Template(
+        summary="train a tiny model from random weights, in about a minute on a CPU",
+        needs=("agl-run", "agl-gateway", "agl-algo-torch", "openai"),
+        before="make_model.py makes the model of experiment.toml; nothing is downloaded",
+        command="python make_model.py --data . --out .",
     ),
     "langgraph": Template(
         summary="measure a graph node by node",
@@ -85,6 +93,7 @@ def _next_steps(folder: Path, template: Template) -> str:
     steps = (
         *map(pip_install, missing),  # before cd, because a checkout's packages are named from here
         *([f"cd {shlex.quote(str(folder))}"] if folder != Path() else []),
+        *filter(None, [template.command]),
         "agl check experiment.toml",
         "agl dev experiment.toml",
         "agl run experiment.toml",

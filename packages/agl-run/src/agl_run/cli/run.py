@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -15,7 +15,7 @@ import msgspec
 
 from agl import PluginManager
 from agl.contracts import ExperimentRecord, SinkOutcome, Store
-from agl.errors import ConfigError, ExportError
+from agl.errors import AglError, ConfigError, ExportError
 from agl_inspect.advice.past_runs import History, kind_of, parameters_of, runs_of_kind
 from agl_inspect.advice.ranking import Fit
 from agl_inspect.ownership import is_owned
@@ -27,7 +27,7 @@ from agl_inspect.terminal.fits import fit_and_record, lacking, print_fit, settin
 from agl_inspect.terminal.opening import pass_manager, with_store
 from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json
 from agl_inspect.terminal.program import Modes
-from agl_run.config.records import ExperimentConfig
+from agl_run.config.sections import ExperimentConfig
 from agl_run.config.training_settings import training_settings
 from agl_run.deliver.sinking import Sinks, SinkSource
 from agl_run.display.progress import Quiet
@@ -36,7 +36,7 @@ from agl_run.plan import Plan
 from agl_run.run.blocking import run_blocking
 from agl_run.run.fit import FitResult
 from agl_run.run.resume import NothingMoreError
-from agl_run.run.session import open_store, store_url_of
+from agl_run.run.running_experiment import open_store, store_url_of
 from agl_run.runners.bound_process import BoundProcess
 from agl_run.terminal import experiment_argument, make_trainer, ray_option, store_of
 
@@ -77,7 +77,7 @@ async def sync_plan(plan: Plan, *, run: int | None, say: Callable[[str], None]) 
         if record is None:
             raise ConfigError(f"experiment {plan.name!r} never ran in {without_password(url)}; run it first")
         if run is not None and run > record.run:
-            raise ConfigError(f"experiment {plan.name!r} has {record.run} runs; give --run a number up to {record.run}")
+            raise ConfigError(f"the newest run of {plan.name!r} is {record.run}; give --run a number up to it")
         if await is_owned(store, plan.name):
             raise ConfigError(f"experiment {plan.name!r} runs now, and writes everything itself; wait for its end")
         source = SinkSource(plan=plan, store=store, store_url=without_password(url), run=run or record.run)
@@ -147,13 +147,26 @@ def run(
     except KeyboardInterrupt:
         again = run_again(file, settings, "--resume", *(["--ray", ray_address] if ray_address else []))
         with _terminal_may_be_gone():
-            click.echo(f"\nstopped; everything up to the last step is kept. Continue with: {again}", err=True)
+            click.echo(f"\nstopped{_left(manager, url, trainer.config.experiment.name, again=again)}", err=True)
         sys.exit(STOPPED)
     if as_json:
         print_json(result)
         return
     with _terminal_may_be_gone():
         click.echo(_summary(result, config=trainer.config, store_url=without_password(url)))
+
+
+def _left(manager: PluginManager, url: str, name: str, *, again: str) -> str:
+    """Say what is left of a run that was stopped, as the store knows it."""
+    status = ""
+    with suppress(AglError):  # no file, so nothing was recorded
+        record = with_store(manager, url, lambda store: load_experiment(store, name))
+        status = record.status if record is not None else ""
+    if not status:
+        return " before anything was saved; there is nothing to continue"
+    if status == "finished":
+        return f"; experiment {name!r} is finished, and there is nothing to continue"
+    return f"; everything up to the last step is kept. Continue with: {again}"
 
 
 def _proposed(manager: PluginManager, file: Path, settings: tuple[str, ...], *, as_json: bool) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from agl_inspect.terminal.output import json_option, print_json
 from agl_run.access.trust import CA_ENV
 from agl_run.access.worker_token import WORKER_TOKEN_ENV, worker_key
 from agl_run.checks.notices import crowded_loop
-from agl_run.config.records import RunnerConfig
+from agl_run.config.sections import RunnerConfig
 from agl_run.plan import Plan
 from agl_run.terminal import experiment_argument, read_experiment
 from agl_run.worker.admission import make_worker_plan

@@ -11,7 +11,7 @@ import msgspec
 from agl import PluginManager
 from agl.errors import ConfigError, PluginError, UnknownComponentError
 from agl_run.agents.agent import Agent, AgentSource, AgentSpec, TaskSets
-from agl_run.config.records import ASYNC, ExperimentConfig, ExperimentSection
+from agl_run.config.sections import ASYNC, ExperimentConfig, ExperimentSection
 
 HARNESS = "harness"
 """The runner of coding harnesses."""

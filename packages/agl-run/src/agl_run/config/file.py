@@ -1,4 +1,4 @@
-"""Reads an experiment file: turns TOML into the records of :mod:`agl_run.config.records`.
+"""Reads an experiment file: turns TOML into the records of :mod:`agl_run.config.sections`.
 
 Unknown keys are refused before anything runs; the message suggests a similar key.
 """
@@ -14,8 +14,8 @@ import msgspec
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Record
-from agl_run.config.records import ExperimentConfig, PolicyConfig
-from agl_run.config.wording import EXAMPLES, check_value, shown
+from agl_run.config.sections import ExperimentConfig, PolicyConfig
+from agl_run.config.value_check import EXAMPLES, check_value, shown
 
 ONE_OR_SEVERAL = ("tunes", "source", "first")
 """Keys that accept one name or an array of names; the records always hold a tuple."""

@@ -6,7 +6,7 @@ from agl.contracts import RolloutQuery, Store
 from agl.errors import AglError, ConfigError
 from agl.schemas import Rollout
 from agl_inspect.retention import RetentionLimits, compacted, parse_duration, parse_size, removal_text, remove_old
-from agl_run.config.records import RetentionConfig
+from agl_run.config.sections import RetentionConfig
 
 
 def limits_of(config: RetentionConfig) -> RetentionLimits | None:

@@ -13,7 +13,7 @@ import msgspec
 
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.errors import ConfigError
-from agl_run.config.records import ExperimentConfig
+from agl_run.config.sections import ExperimentConfig
 
 _OF_EXPERIMENT = (
     *("seed", "failed", "missing_reward", "penalty", "unseen_calls", "unattributed_calls", "trust_agent_rewards"),

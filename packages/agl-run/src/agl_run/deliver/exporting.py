@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from agl.contracts import Change, Exporter, Recording, RolloutQuery, Store
 from agl.errors import ConfigError, ExportError, FencedError, NotFoundError
+from agl.hints import count_of
 from agl.schemas import TERMINAL_ROLLOUT
 from agl.stores import read_recordings
 from agl_run.plan import Plan
@@ -58,7 +59,6 @@ class Exporting:
         experiment: The name of the experiment.
         name: The name of the exporter.
         say: Called at the end with a line that says how many rollouts were sent.
-        flush_s: Seconds to wait at the end for rollouts that have not been sent yet.
     """
 
     def __init__(
@@ -69,15 +69,13 @@ class Exporting:
         experiment: str,
         name: str,
         say: Callable[[str], None] | None = None,
-        flush_s: float = FLUSH_S,
     ) -> None:
         self._store, self._exporter, self._experiment, self._name = store, exporter, experiment, name
         self._say = say
-        self._flush_s = flush_s
         self._key = f"experiment/{experiment}/exporter/{name}"
         self._cursor = 0
         self._counts: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._ending = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -99,7 +97,7 @@ class Exporting:
         """Send the remaining rollouts within the time limit, count the unsent ones, and close the exporter."""
         self._ending.set()
         if self._task is not None:
-            await asyncio.wait({self._task}, timeout=self._flush_s)
+            await asyncio.wait({self._task}, timeout=FLUSH_S)
             # True if the task had not ended by itself within the limit.
             is_late = self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -194,8 +192,8 @@ class Exporting:
 
     def _tell_once(self, error: ExportError) -> None:
         kind = "passing" if error.is_passing else "refused"
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             rest = "the rollouts are sent when it answers" if error.is_passing else "such rollouts are left out"
             _LOG.warning("%s: %s; the experiment goes on, and %s", self._name, error, rest)
 
@@ -231,14 +229,14 @@ class Exporting:
         """Show how many rollouts were sent, and log how many were refused, skipped or left over."""
         sent, refused = self._counts["sent"], self._counts["refused"]
         if sent and self._say is not None:
-            self._say(f"{self._name}: {sent} rollouts sent to {self._exporter.destination}")
+            self._say(f"{self._name}: {count_of(sent, 'rollout')} sent to {self._exporter.destination}")
         if refused:
-            _LOG.warning("%s: %d rollouts were refused by %s", self._name, refused, self._exporter.destination)
+            _LOG.warning("%s: %s refused by %s", self._name, count_of(refused, "rollout"), self._exporter.destination)
         if broken := self._counts["broken"]:
-            _LOG.warning("%s: %d rollouts were not sent, because the exporter broke on them", self._name, broken)
+            text = "%s: %s not sent, because the exporter broke on them"
+            _LOG.warning(text, self._name, count_of(broken, "rollout"))
         if left:
             _LOG.warning(
-                "%s: %d rollouts were not sent to %s within %g s after the end; they are sent when the experiment "
-                "runs again",
-                *(self._name, left, self._exporter.destination, self._flush_s),
+                "%s: %s not sent to %s within %g s after the end; they are sent when the experiment runs again",
+                *(self._name, count_of(left, "rollout"), self._exporter.destination, FLUSH_S),
             )

@@ -17,7 +17,7 @@ from agl.tracing import redact
 from agl_inspect.advice.suggestions import Alert, read_alerts
 from agl_inspect.searches import Candidate, searches_in
 from agl_inspect.stores import command, without_password
-from agl_run.config.records import ExperimentConfig
+from agl_run.config.sections import ExperimentConfig
 from agl_run.config.training_settings import is_secret
 
 NEWEST = 200

@@ -20,6 +20,7 @@ import msgspec
 
 from agl.contracts import Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, Store, shortened
 from agl.errors import AglError, FencedError
+from agl.hints import count_of
 from agl.tracing import redact
 from agl_inspect.records.shelf import run_key
 from agl_run.deliver.sink_contents import read_rows, read_tables, shown_config
@@ -154,7 +155,7 @@ class _Sinking:
         self._sink, self._run, self._name = sink, run, name
         self._thread = OwnThread(f"agl-{name}")
         self._news, self._ending = asyncio.Event(), asyncio.Event()
-        self._has_begun, self._is_told = False, False
+        self._has_begun, self._is_reported = False, False
         # What this process has given, by step; the names matter because some numbers of a step come
         # later.
         self._given: dict[tuple[str, int], set[str]] = {}
@@ -190,7 +191,8 @@ class _Sinking:
         self._task.cancel()
         self._thread.close()
         if has_all:
-            return f"{self._name}: {self._written or f'{len(self._given)} steps'} written to {self._sink.destination}"
+            written = self._written or count_of(len(self._given), "step")
+            return f"{self._name}: {written} written to {self._sink.destination}"
         _LOG.warning(
             "%s: %d of the run's %d known steps and its end were not written to %s; the store has them all, and "
             "`agl run --sync` with the experiment's file writes them",
@@ -269,8 +271,8 @@ class _Sinking:
         self._tables, self._tables_at = tables, time.monotonic()
 
     def _tell_once(self, error: Exception) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_reported:
+            self._is_reported = True
             _LOG.warning(
                 "%s: %s; the experiment goes on, and its numbers are written when this works again",
                 *(self._name, _problem(error)),

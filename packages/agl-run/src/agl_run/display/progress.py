@@ -7,6 +7,9 @@ from typing import Protocol
 
 from agl_run.display.summary import LiveSummary
 
+_EVERY_S = 5.0
+"""Seconds between two lines about one operation."""
+
 
 class Progress(Protocol):
     """The contract of a progress display; every method returns at once."""
@@ -40,15 +43,13 @@ class Quiet:
 class Lines:
     """A progress display that prints plain lines.
 
-    Every message is printed, and the progress of each operation at most every ``every_s`` seconds.
+    Every message is printed, and the progress of each operation at most every five seconds.
 
     Args:
-        every_s: Seconds between two lines about one operation.
         on_errors: Print to standard error instead of standard output.
     """
 
-    def __init__(self, *, every_s: float = 5.0, on_errors: bool = False) -> None:
-        self._every_s = every_s
+    def __init__(self, *, on_errors: bool = False) -> None:
         self._on_errors = on_errors
         self._last: dict[str, float] = {}
 
@@ -57,12 +58,12 @@ class Lines:
         print(text, flush=True, file=sys.stderr if self._on_errors else None)
 
     def update(self, name: str, done: int, total: int, text: str = "") -> None:
-        """Print the operation's progress if ``every_s`` seconds have passed since its last line."""
+        """Print the operation's progress if five seconds have passed since its last line."""
         now = time.monotonic()
         if total == 0:
             self._last.pop(name, None)
         # The first update starts the clock and prints nothing, so quick tasks stay silent.
-        elif now - self._last.setdefault(name, now) >= self._every_s:
+        elif now - self._last.setdefault(name, now) >= _EVERY_S:
             self._last[name] = now
             self.say(f"{name}: {done}/{total} {text}".rstrip())
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 
+from agl.hints import count_of
 from agl.schemas import Episode
 from agl_inspect.records.names import error_of
-from agl_inspect.text import count_of, visible
+from agl_inspect.text import visible
+from agl_run.agents.importing import place_in
 
 Rows = Sequence[Sequence[str]]
 
@@ -76,13 +79,17 @@ def _cell(text: str, *, is_name: bool) -> str:
     return f'<{kind} style="text-align: left">{escape(text)}</{kind}>'
 
 
-def describe_episode(episode: Episode, *, is_trained: bool = True) -> str:
-    """Describe a rollout in a few lines: its status, its reward, and its calls with the reject reasons."""
+def describe_episode(episode: Episode, *, is_trained: bool = True, folder: Path = Path()) -> str:
+    """Describe a rollout in a few lines: its status, its reward, and its calls with the reject reasons.
+
+    An error is followed by the line of a file in ``folder`` that raised it, or that called what raised it.
+    """
     rollout = episode.rollout
     reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
     lines = [f"{rollout.rollout_id}: {rollout.status}, {reward}, {count_of(len(episode.rows), 'row')}"]
-    if episode.attempt and episode.attempt.error:
-        lines.append(f"  {episode.attempt.error.type}: {episode.attempt.error.message}")
+    if episode.attempt and (error := episode.attempt.error):
+        lines.append(f"  {error.type}: {error.message}")
+        lines += [f"  at {place}" for place in [place_in(error.traceback, folder)] if place]
     for call in episode.transitions:
         who = call.agent or "agent"
         # Token ids are packed as four bytes each.

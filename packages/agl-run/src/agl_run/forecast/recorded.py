@@ -9,7 +9,7 @@ from agl.schemas import Record, Rollout, Weights
 from agl_inspect.forecast.observed import Observed, observe
 from agl_inspect.records.names import TRIAL, run_of
 from agl_run.plan import Plan
-from agl_run.run.episodes import episode_of, read_finished, selection_of, training_reward
+from agl_run.run.training_episodes import episode_of, read_finished, selection_of, training_reward
 
 LIMIT = 256
 """The most rollouts from which a forecast is made; the newest ones are taken."""

@@ -14,7 +14,7 @@ from agl_inspect.forecast.observed import Observed
 from agl_inspect.forecast.queueing import Spread, StepForecast, at_once, forecast, spread_of, uncertainty_of
 from agl_inspect.forecast.silence import SilentShare, best_size, loud_groups, silent_shares
 from agl_run.forecast.recorded import Material, Source
-from agl_run.forecast.step_size import compares_groups, measured_update, shape_of, training_of
+from agl_run.forecast.step_size import compares_groups, measured_update, run_size_of, shape_of, training_of
 from agl_run.plan import Plan
 
 _STEPS = 5
@@ -79,7 +79,8 @@ class AlgorithmForecast(Record, frozen=True, kw_only=True, omit_defaults=False):
         trained_share: Share of the rollouts on which the algorithm would train.
         reward: Mean reward of those rollouts; ``None`` if there are none.
         shape: The size of a step; ``None`` if it is not known.
-        step: The forecast of a step; ``None`` if ``shape`` is.
+        step: The forecast of a step; if ``shape`` is ``None``, that of all rollouts of a run, if their number is known.
+        steps: Steps of a run, if ``shape`` is ``None``; 0 if not known.
         uncertainty: Half the 95 % interval of the mean tokens of a rollout, as a share of that mean; ``None`` if only
             one task was run.
         gradient_share: Expected share of a step's groups that have a gradient; ``None`` if it is not known, or if
@@ -101,6 +102,7 @@ class AlgorithmForecast(Record, frozen=True, kw_only=True, omit_defaults=False):
     reward: float | None
     shape: StepShape | None
     step: StepForecast | None
+    steps: int
     uncertainty: float | None
     gradient_share: float | None
     update_s: float | None
@@ -161,7 +163,9 @@ async def _algorithm(
 ) -> AlgorithmForecast:
     rollouts = material.observed[config.name if config else ""]
     shape = await shape_of(plan, config) if config is not None else None
-    step = shape and forecast(rollouts, tasks=shape.tasks, samples=shape.samples, concurrency=concurrency)
+    most, steps = (0, 0) if config is None or shape is not None else await run_size_of(plan, config)
+    tasks, samples = (shape.tasks, shape.samples) if shape else (most, 1)
+    step = forecast(rollouts, tasks=tasks, samples=samples, concurrency=concurrency) if tasks else None
     groups: dict[str, list[float]] = {}
     for one in rollouts:
         if one.trains is not None:
@@ -172,7 +176,7 @@ async def _algorithm(
     own = silent_shares(compared, [shape.samples]) if shape else []
     # A group whose rewards are all equal has no advantage, and so no gradient.
     gradient_share = 1 - own[0].share if own else None
-    update_s = _logged(material.metrics, config.name if config else "", "update_s")
+    update_s = _logged_update_s(material.metrics, config.name if config else "")
     basis = "logged" if update_s is not None else ""
     if config is not None and shape is not None and update_s is None:
         update_s = await _measured(plan, config, material, shape, 1.0 if gradient_share is None else gradient_share)
@@ -201,6 +205,7 @@ async def _algorithm(
         reward=sum(rewards) / len(rewards) if rewards else None,
         shape=shape,
         step=step,
+        steps=steps,
         uncertainty=uncertainty_of(rollouts, tasks=len(plan.train)),
         gradient_share=gradient_share,
         update_s=update_s,
@@ -269,8 +274,8 @@ def _parts(rollouts: Sequence[Observed], step: StepForecast | None, update_s: fl
     return sorted(found, key=lambda part: -part.seconds)
 
 
-def _logged(metrics: Sequence[Metric], algorithm: str, name: str) -> float | None:
-    """Return the median of a metric over the last steps that logged it; ``None`` if it was never logged."""
-    found = [one for one in metrics if one.algorithm == algorithm and one.name == name]
+def _logged_update_s(metrics: Sequence[Metric], algorithm: str) -> float | None:
+    """Return the median of ``update_s`` over the last steps that logged it; ``None`` if it was never logged."""
+    found = [one for one in metrics if one.algorithm == algorithm and one.name == "update_s"]
     last = sorted(found, key=lambda one: one.step)[-_STEPS:]
     return median(one.value for one in last) if last else None

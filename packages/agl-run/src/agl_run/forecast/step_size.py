@@ -8,6 +8,7 @@ from agl.algorithms import AlgorithmConfig
 from agl.errors import AglError
 from agl.schemas import Weights
 from agl_inspect.forecast.costs import StepShape, Training
+from agl_run.parts.build import unstarted_context
 from agl_run.parts.waiting import parameter, steps_in_all
 from agl_run.plan import Plan
 
@@ -59,6 +60,19 @@ async def shape_of(plan: Plan, config: AlgorithmConfig) -> StepShape | None:
         steps=steps_in_all(factory, config.params),
         token_budget=_number(factory, config, "compute.token_budget"),
     )
+
+
+async def run_size_of(plan: Plan, config: AlgorithmConfig) -> tuple[int, int]:
+    """Return the largest number of rollouts of a whole run of an algorithm, and the number of its steps.
+
+    An algorithm whose steps have no fixed size may have a method ``run_size(context)`` that returns both numbers. It
+    gets the context of :meth:`agl.contracts.CheckedAlgorithm.check`. A number that is not known is 0.
+    """
+    built: Any = plan.manager.build(plan.entry(config), **config.params)
+    try:
+        return built.run_size(unstarted_context(plan, config)) if hasattr(built, "run_size") else (0, 0)
+    finally:
+        await built.close()
 
 
 def compares_groups(plan: Plan, config: AlgorithmConfig, shape: StepShape | None) -> bool:

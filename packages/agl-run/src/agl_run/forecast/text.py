@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from textwrap import wrap
 
+from agl.hints import count_of
 from agl_inspect.forecast.costs import DeviceForecast, Memory
 from agl_inspect.forecast.faults import Fault
 from agl_inspect.forecast.queueing import Spread
@@ -38,7 +39,7 @@ def as_lines(report: RunForecast, *, store_url: str = "") -> list[str]:
     lines.append("")
     if not faults:
         return [*lines, "no fault found in the recorded rollouts"]
-    lines.append(f"{len(faults)} {'fault' if len(faults) == 1 else 'faults'} found:")
+    lines.append(f"{count_of(len(faults), 'fault')} found:")
     return lines + [line for fault in faults for line in _fault(fault, store_url)]
 
 
@@ -46,8 +47,8 @@ def _origin(report: RunForecast) -> str:
     source = report.source
     made = f"run {source.run}" if source.run else "a trial"
     until = datetime.fromtimestamp(source.until, UTC).strftime("%Y-%m-%d %H:%M")
-    tasks = f"{source.tasks} task{'' if source.tasks == 1 else 's'}"
-    return f"{source.rollouts} rollouts of {tasks}, from {made} that ran until {until} UTC"
+    tasks = count_of(source.tasks, "task")
+    return f"{count_of(source.rollouts, 'rollout')} of {tasks}, from {made} that ran until {until} UTC"
 
 
 def _rollout(forecast: AlgorithmForecast, algorithms: Sequence[str]) -> list[str]:
@@ -81,13 +82,16 @@ def _row(name: str, cells: Sequence[str]) -> str:
 
 def _step(forecast: AlgorithmForecast, report: RunForecast) -> list[str]:
     shape, step = forecast.shape, forecast.step
-    if shape is None or step is None:
-        why = (
-            f"a step of {forecast.algorithm}: not known, because it collects no rollouts, or has neither a method "
-            "step_size nor the parameters tasks_per_step and group_size"
-        )
-        return ["", *_wrapped(why if forecast.algorithm else "no algorithm: nothing is trained, so there are no steps")]
-    lines = ["", f"a step of {forecast.algorithm}: {shape.tasks} tasks x {shape.samples} = {shape.rollouts} rollouts"]
+    if step is None:
+        return ["", *_wrapped(_no_step(forecast))]
+    head = (
+        f"all of {forecast.algorithm}: at most {count_of(step.rollouts, 'rollout')}, without the waits between their "
+        "batches and the algorithm's own model calls"
+    )
+    if shape is not None:
+        rollouts = f"{count_of(shape.tasks, 'task')} x {shape.samples} = {count_of(shape.rollouts, 'rollout')}"
+        head = f"a step of {forecast.algorithm}: {rollouts}"
+    lines = ["", *_wrapped(head)]
     tokens = [("trained tokens", step.trained_tokens), ("row tokens", step.row_tokens), ("rows", step.rows)]
     seen = [("prompt tokens", step.prompt_tokens), ("answer tokens", step.response_tokens)]
     for name, spread in [*(tokens if step.rows.most else []), *seen]:
@@ -105,10 +109,21 @@ def _step(forecast: AlgorithmForecast, report: RunForecast) -> list[str]:
         basis = "as the run logged it" if forecast.update_basis == "logged" else "measured here, on random rows"
         lines.append(f"  {'updates take':<{_LABEL}}{seconds(forecast.update_s):>{_COLUMN}}  {basis}")
     whole = step.collect_s.mean + (forecast.update_s or 0.0)
-    if shape.steps:
+    if shape is not None and shape.steps:
         what = "" if forecast.update_s is not None else ", without the updates"
         lines.append(f"  {f'{shape.steps} steps take':<{_LABEL}}{seconds(whole * shape.steps):>{_COLUMN}}{what}")
     return [*lines, *_slowest(forecast), *_few_tasks(forecast, report), *_caution(report)]
+
+
+def _no_step(forecast: AlgorithmForecast) -> str:
+    if not forecast.algorithm:
+        return "no algorithm: nothing is trained, so there are no steps"
+    if forecast.steps:
+        return f"all of {forecast.algorithm}: {count_of(forecast.steps, 'step')}, no rollouts"
+    return (
+        f"a step of {forecast.algorithm}: not known, because it collects no rollouts, or has neither a method "
+        "step_size or run_size nor the parameters tasks_per_step and group_size"
+    )
 
 
 def _slowest(forecast: AlgorithmForecast) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import click
 
+from agl.hints import count_of
 from agl.schemas import Json
 from agl_inspect.forecast.queueing import uncertainty_of
 from agl_inspect.records.names import TRIAL
@@ -56,7 +57,7 @@ async def try_out(plan: Plan, size: TrialSize, *, progress: Progress) -> Materia
             begun = time.monotonic()
             await tasks.run(wanted, samples=size.samples, mode="train")
             took, done = time.monotonic() - begun, done + len(wanted)
-            store = driver.session.store
+            store = driver.running.store
             material = await read(store, plan, *await find_trial(store, plan))
             left = size.seconds - (time.monotonic() - started)
             count = 0 if size.tasks else _further(material, done, tasks=len(known), most=left / took * len(wanted))
@@ -78,9 +79,9 @@ def _further(material: Material, done: int, *, tasks: int, most: float) -> int:
 
 def _say(tasks: Sequence[Json], size: TrialSize, *, is_first: bool) -> None:
     count = len(tasks)
-    each = f"{count} tasks, {size.samples} times each"
+    each = f"{count_of(count, 'task')} x {size.samples}"
     text = (
-        f"running {count * size.samples} rollouts ({each}), which call the model; Ctrl-C ends them"
+        f"running {count_of(count * size.samples, 'rollout')} ({each}), which call the model; Ctrl-C ends them"
         if is_first
         else f"running {count * size.samples} more ({each}), for the tokens of a step are not sure yet"
     )

@@ -257,16 +257,15 @@ async def check_without_starting(plan: Plan, algorithm: AlgorithmConfig) -> None
     built = manager.build(plan.entry(algorithm), **algorithm.params)
     try:
         if isinstance(built, CheckedAlgorithm):
-            # Parts of a running experiment raise when they are used, which ends the check without
-            # an error.
-            await built.check(_context(plan, algorithm))
+            await built.check(unstarted_context(plan, algorithm))
     except _NotStartedError:
         return
     finally:
         await built.close()
 
 
-def _context(plan: Plan, algorithm: AlgorithmConfig) -> AlgorithmContext:
+def unstarted_context(plan: Plan, algorithm: AlgorithmConfig) -> AlgorithmContext:
+    """Return an algorithm's context before a run; parts of a running experiment raise an error when they are used."""
     section, absent = plan.config.experiment, cast("Any", _Absent())
     credit = algorithm.credit or plan.config.credit
     made: Credit = plan.manager.build(plan.manager.credit(credit.use), **credit.params)

@@ -118,11 +118,11 @@ def _naming(name: str, folder: Path) -> Generator[None]:
         yield
     except AglError:
         raise
-    except Exception as error:  # a reward may raise anything
+    except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # a reward may raise anything
         raise RunError(_raised(name, error, folder)) from error
 
 
-def _raised(name: str, error: Exception, folder: Path) -> str:
+def _raised(name: str, error: BaseException, folder: Path) -> str:
     place = place_of(error, folder)
     return f"the reward {name!r} raised {type(error).__name__}: {error}" + (f" at {place}" if place else "")
 

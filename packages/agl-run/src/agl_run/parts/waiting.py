@@ -20,18 +20,14 @@ _KEPT = 5
 
 
 @contextmanager
-def waiting_for(
-    what: str, *, say: Callable[[str], None] | None, first_s: float = FIRST_S, again_s: float = AGAIN_S
-) -> Generator[None]:
-    """Show a line once the block takes longer than ``first_s``, then reminders, and a line at the block's end.
+def waiting_for(what: str, *, say: Callable[[str], None] | None) -> Generator[None]:
+    """Show a line once the block takes longer than :data:`FIRST_S`, then reminders, and a line at the block's end.
 
     The lines come from a thread, because loading a model may keep the event loop busy.
 
     Args:
         what: The work in the block, such as ``loading 'some-model'``.
         say: Called with each line; with ``None`` nothing is shown.
-        first_s: Seconds before the first line.
-        again_s: Seconds between the reminders.
     """
     if say is None:
         yield
@@ -39,7 +35,7 @@ def waiting_for(
     # A thread and not a task: loading a model may block the event loop for minutes.
     is_over = threading.Event()
     started = time.monotonic()
-    teller = threading.Thread(target=_tell, args=(what, say, is_over, started, first_s, again_s), daemon=True)
+    teller = threading.Thread(target=_tell, args=(what, say, is_over, started), daemon=True)
     teller.start()
     try:
         yield
@@ -47,17 +43,15 @@ def waiting_for(
         is_over.set()
         # Joined, so that no reminder follows the line that reports the end of the wait.
         teller.join()
-    if time.monotonic() - started >= first_s:
+    if time.monotonic() - started >= FIRST_S:
         say(f"{what}: done after {time.monotonic() - started:.0f} s")
 
 
-def _tell(
-    what: str, say: Callable[[str], None], is_over: threading.Event, started: float, first_s: float, again_s: float
-) -> None:
-    if is_over.wait(first_s):
+def _tell(what: str, say: Callable[[str], None], is_over: threading.Event, started: float) -> None:
+    if is_over.wait(FIRST_S):
         return
     say(f"{what} ...")
-    while not is_over.wait(again_s):
+    while not is_over.wait(AGAIN_S):
         say(f"{what}: still waiting after {time.monotonic() - started:.0f} s")
 
 

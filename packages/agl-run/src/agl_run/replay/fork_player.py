@@ -126,11 +126,11 @@ class ForkPlayer:
         messages = asked(dialect, body)
         missed = self._missed()
         due = next((answer for answer in missed if answer.agent == agent), missed[0] if missed else None)
-        told = f"{agent or 'the agent'} made a request that the recorded rollout did not make: {ending(messages)}"
+        message = f"{agent or 'the agent'} made a request that the recorded rollout did not make: {ending(messages)}"
         if due is None:
-            return told
+            return message
         where = nearest(messages, [asked(due.dialect, due.request)])
-        return f"{told}. Due was {self._named(due)}: {where}"
+        return f"{message}. Due was {self._named(due)}: {where}"
 
     def _missed(self) -> list[RecordedAnswer]:
         """Return the recorded calls that no agent has made yet, up to and including the fork, in order of time."""

@@ -48,13 +48,13 @@ class DrivenAlgorithm:
         self._save: SaveFn | None = None
         self._collecting = Collecting()
         self._credit = driver.credit(config)
-        self._settings = training_settings(driver.session.plan.config, config)
+        self._settings = training_settings(driver.running.plan.config, config)
         self._algorithm: Algorithm | None = None
         # The ids of all rollouts that this algorithm has ever trained on, those before a restart
         # included.
         self._trained: set[str] = set()
         self._published: list[str] = []
-        manager = driver.session.plan.manager
+        manager = driver.running.plan.manager
         self._total = steps_in_all(manager.resolve(manager.algorithm(config.use)), config.params)
         self._times = StepTimes()
         self.is_finished = state.is_finished
@@ -92,8 +92,8 @@ class DrivenAlgorithm:
         """Build, set up and restore the algorithm; has no effect when called again."""
         if self._algorithm is not None:
             return
-        session, name = self._driver.session, self.name
-        self._algorithm = algorithm = session.algorithm(self._config)
+        running, name = self._driver.running, self.name
+        self._algorithm = algorithm = running.algorithm(self._config)
         # Setting up may load a model, which takes minutes and would look like a hang.
         with waiting_for(f"setting up the algorithm {name}", say=self._driver.progress.say):
             await algorithm.setup(self._context())
@@ -105,7 +105,7 @@ class DrivenAlgorithm:
             other = f" with other settings: {changed}" if changed else ""
             self._driver.progress.say(f"{name}: continues after step {self.state.step}{other}")
         # The ledger is read from the store and not from the state, so an algorithm cannot lose it.
-        self._trained = await trained_rollouts(session.store, self._driver.name, self._driver.state.run, name)
+        self._trained = await trained_rollouts(running.store, self._driver.name, self._driver.state.run, name)
         self._times = StepTimes()
         self._view.has_begun = True
         self._driver.progress.update(f"{name} steps", self.state.step, self._total)
@@ -113,6 +113,7 @@ class DrivenAlgorithm:
     async def step(self) -> None:
         """Take one step; raises :class:`AglError` if it trains a rollout twice.
 
+        A stop during the very last step lets the run end, unless its result is still to be validated.
         If the step is cancelled while earlier steps wait to be saved, it is interrupted only where it collects
         rollouts; interrupting an update would leave weights that belong to no step.
         """
@@ -142,8 +143,13 @@ class DrivenAlgorithm:
         await to_end(driver.commit(self, report, is_stopping=is_stopping))
         self.is_finished = own.is_finished
         await self._show(report, own.metrics)
-        if is_stopping:
+        if is_stopping and await self._is_more_to_do():
             raise asyncio.CancelledError
+
+    async def _is_more_to_do(self) -> bool:
+        plan = self._driver.running.plan
+        states = [await self._driver.load(config) for config in plan.config.algorithm]
+        return bool(plan.val) or not all(state.is_finished for state in states)
 
     def _check(self, report: StepReport) -> None:
         """Raise :class:`AglError` if a step's number is out of order, or if it trains a rollout a second time."""
@@ -170,7 +176,7 @@ class DrivenAlgorithm:
             for rollout_id, calls in report.uses.items()
         }
         # Before the step is saved: ``agl why`` must never lack what a saved step did.
-        await save_training(driver.session.store, records)
+        await save_training(driver.running.store, records)
         # The algorithm's own number wins where both have one of a name.
         metrics = {**await driver.measure(name, step=report.step, uses=report.uses), **report.metrics}
         published = tuple(self._published) or report.published
@@ -278,13 +284,13 @@ class DrivenAlgorithm:
         driver.progress.say(f"{count} not saved ({problem}); --resume repeats them with the rollouts that they had")
 
     def _build(self) -> Algorithm:
-        manager = self._driver.session.plan.manager
+        manager = self._driver.running.plan.manager
         return manager.build(manager.algorithm(self._config.use), **self._config.params)
 
     def _context(self) -> AlgorithmContext:
         driver, config = self._driver, self._config
-        session = driver.session
-        plan = session.plan
+        running = driver.running
+        plan = running.plan
         collector = driver.collector(config.name, config, credit=self._credit)
         return AlgorithmContext(
             experiment=plan.name,
@@ -297,7 +303,7 @@ class DrivenAlgorithm:
             seed=plan.config.experiment.seed,
             workdir=_make_folder(plan.workdir / f"run-{driver.state.run}" / config.name),
             folder=plan.folder,
-            store=session.store,
+            store=running.store,
             credit=self._credit,
             collect=self._collecting.watched(collector),
             sources=config.source,
@@ -305,9 +311,9 @@ class DrivenAlgorithm:
             publish=self._publish,
             propose=self._propose,
             kept=lambda: driver.validations.kept(config.name),
-            live=session.live.versions,
-            endpoint=session.endpoint,
-            current=session.live.current,
+            live=running.live.versions,
+            endpoint=running.endpoint,
+            current=running.live.current,
             policy=self._policy,
             progress=self._work,
             say=lambda text: driver.progress.say(f"{config.name}: {text}"),
@@ -325,7 +331,7 @@ class DrivenAlgorithm:
         self._driver.progress.update(self.name, done, total, text)
 
     def _policy(self, name: str) -> Policy:
-        policies = self._driver.session.policies
+        policies = self._driver.running.policies
         if name not in policies:
             hint = did_you_mean(name, policies, otherwise=f"there are {sorted(policies)}")
             raise ConfigError(f"there is no policy {name!r}; {hint}")
@@ -338,7 +344,7 @@ class DrivenAlgorithm:
         # The mark says that the version has no files yet; the save of its step removes it.
         waits = {} if self._save is None else deferral(driver.name, driver.state.run)
         version = self._version(name, resource, step=step, metadata={**(metadata or {}), **waits})
-        version = await self._driver.session.publish(version)
+        version = await self._driver.running.publish(version)
         self._published.append(f"{name}@{version.version}")
         return version
 
@@ -356,7 +362,7 @@ class DrivenAlgorithm:
         # publishes it.
         version = self._version(name, resource, step=step, metadata={**(metadata or {}), "candidate": True})
         named = msgspec.structs.replace(version, version=f"{version.version}-{key}", parent=parent or version.parent)
-        return await self._driver.session.live.publish(named)
+        return await self._driver.running.live.publish(named)
 
     def _version(
         self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None
@@ -369,7 +375,7 @@ class DrivenAlgorithm:
             name=name,
             version=version_of_step(driver.name, driver.state.run, config.name, step),
             resource=resource,
-            parent=driver.session.live.current(name).version,
+            parent=driver.running.live.current(name).version,
             algorithm=config.name,
             step=step,
             created_at=time.time(),

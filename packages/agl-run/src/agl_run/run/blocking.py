@@ -10,13 +10,14 @@ import atexit
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import cache
 from os import getpid
 from typing import Any, Generic, TypeVar
 
-from agl.errors import ConfigError
+from agl.errors import ConfigError, RunError
 
 T = TypeVar("T")
 
@@ -90,6 +91,11 @@ class _Home:
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 
+    def require_running(self) -> None:
+        """Raise :class:`RunError` if the loop's thread has ended, which would let every run wait for ever."""
+        if not self._thread.is_alive():
+            raise RunError("the thread of experiments has ended; its traceback stands above, or in the log")
+
     def _close(self) -> None:
         def end() -> None:
             self._is_over = True
@@ -114,22 +120,30 @@ class _Run(Generic[T]):
 
     def __init__(self, work: Work[T]) -> None:
         self._work = work
-        self._loop = _home(getpid()).loop
+        self._home = _home(getpid())
+        self._loop = self._home.loop
         self._task: asyncio.Task[T] | None = None
         self._ended = threading.Event()
         # The task is made in the loop's own thread, as asyncio demands.
         self._loop.call_soon_threadsafe(self._start)
 
     def wait(self) -> T:
-        """Block until the coroutine ends; an interrupt stops the run, and a second one also ends its current step."""
+        """Block until the coroutine ends; an interrupt stops the run, and a second one also ends its current step.
+
+        The result of a run that ends in spite of the interrupt is returned.
+        """
         try:
             while not self._ended.wait(0.2):  # waits without a limit ignore Ctrl-C on Windows
-                pass
+                self._home.require_running()
         except KeyboardInterrupt:
             self._cancel()
             self._wait_for_end()
-            raise
+            if not self._is_done():  # else the interrupt came too late to stop anything
+                raise
         return self._outcome()
+
+    def _is_done(self) -> bool:
+        return self._task is not None and not self._task.cancelled() and self._task.exception() is None
 
     def _wait_for_end(self) -> None:
         stopped = time.monotonic()
@@ -169,4 +183,11 @@ class _Run(Generic[T]):
     def _outcome(self) -> T:
         if self._task is None:
             raise RuntimeError("the experiment was never started")
-        return self._task.result()
+        try:
+            return self._task.result()
+        # Signals reach the main thread only, so code that ran in this loop raised these, such as a plugin's. Raised
+        # here they would end the program without a word, or look like Ctrl-C.
+        except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{frame.filename}:{frame.lineno} raised {type(error).__name__} and ended the run"
+            raise RunError(f"{what}; raise an Exception there") from error

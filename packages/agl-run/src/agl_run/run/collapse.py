@@ -51,7 +51,7 @@ class CollapseGuard:
 
     async def load(self) -> None:
         """Load from the store how often the run has gone back to its best versions."""
-        self._past = await self._shelf.get(self._driver.session.store) or self._past
+        self._past = await self._shelf.get(self._driver.running.store) or self._past
 
     async def check(self, turn: int) -> None:
         """React if the validation after ``turn`` steps, which is the newest one, has fallen.
@@ -68,7 +68,7 @@ class CollapseGuard:
             return
         best, last = self._driver.validations.best, fallen[-1]
         finding = f"the validation reward has fallen: {last.words}, and {best.words}, by more than chance explains"
-        chosen = self._driver.session.plan.config.experiment.on_collapse
+        chosen = self._driver.running.plan.config.experiment.on_collapse
         # One low validation in many is expected by chance; a second one in a row is not.
         if len(fallen) == 1:
             self._say(f"{finding}; if the next validation shows that too, {_INTENTIONS[chosen]}")
@@ -115,8 +115,8 @@ class CollapseGuard:
 
     async def _go_back(self, best: Validation, finding: str) -> str:
         """Make the best versions live, and let the algorithms continue from them with smaller steps."""
-        session, states = self._driver.session, self._driver.validations.states
-        live = session.live.versions()
+        running, states = self._driver.running, self._driver.validations.states
+        live = running.live.versions()
         changed = {name for name, version in best.versions.items() if live[name] != version}
         if not changed:
             return f"{finding}, twice in a row, and the versions are the same: something else has changed"
@@ -130,7 +130,7 @@ class CollapseGuard:
         # The rate applies to the configured step size, not to the present one, so rollbacks do not
         # multiply twice.
         rate = RATE ** (self._past.count + 1)
-        await session.go_back(best.versions)
+        await running.go_back(best.versions)
         went = {turn.name: await turn.go_back(states.get(turn.name), rate=rate) for turn in affected}
         past = _Rollbacks(count=self._past.count + 1, turn=self._driver.state.turn)
         # Versions, states and the count are written together; see the module.
@@ -141,7 +141,7 @@ class CollapseGuard:
 
     async def _obstacle(self, best: Validation, affected: Sequence[DrivenAlgorithm]) -> str:
         """Return the reason why the run cannot go back to the best versions; ``""`` if it can."""
-        schedule = self._driver.session.plan.config.schedule
+        schedule = self._driver.running.plan.config.schedule
         unfinished = [turn for turn in self._turns if not turn.is_finished and turn.name not in schedule.first]
         if self._past.count >= MOST_BACK:
             return f"it went back {MOST_BACK} times already, and smaller steps did not help"
@@ -154,7 +154,7 @@ class CollapseGuard:
         fixed = [turn.name for turn in affected if not turn.can_go_back]
         if fixed:
             return f"{' and '.join(fixed)} cannot continue from an earlier state"
-        return await missing_files(self._driver.session.store, best)
+        return await missing_files(self._driver.running.store, best)
 
     def _say(self, text: str) -> None:
         self._driver.progress.say(text)

@@ -19,7 +19,9 @@ from agl_inspect.rollouts.training import TrainingRecord, save_training
 from agl_run.display.run_view import Tally
 from agl_run.parts.counterfactual import Replays, as_fork
 from agl_run.plan import Plan
-from agl_run.run.episodes import (
+from agl_run.run.greedy import as_greedy
+from agl_run.run.running_experiment import RunningExperiment
+from agl_run.run.training_episodes import (
     check_trainable,
     episode_of,
     nothing_left,
@@ -29,8 +31,6 @@ from agl_run.run.episodes import (
     training_reward,
     with_reward,
 )
-from agl_run.run.greedy import as_greedy
-from agl_run.run.session import Session
 from agl_run.watch.observers import Batch, Observer
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Collector:
     """Runs the agent on tasks for one algorithm, or for validation.
 
     Args:
-        session: The running experiment.
+        running: The running experiment.
         run: The number of the run.
         caller: Name of the algorithm or other part of the run; it becomes part of the rollouts' ids.
         algorithm: The algorithm whose agents and tuned policies decide which calls train; ``None`` selects all calls.
@@ -59,7 +59,7 @@ class Collector:
 
     def __init__(
         self,
-        session: Session,
+        running: RunningExperiment,
         *,
         run: int,
         caller: str,
@@ -70,8 +70,8 @@ class Collector:
         credit: Credit | None = None,
         log: Callable[[int, Mapping[str, float]], Awaitable[None]] | None = None,
     ) -> None:
-        plan = session.plan
-        self._session, self._plan, self._store, self._feed = session, plan, session.store, session.feed
+        plan = running.plan
+        self._running, self._plan, self._store, self._feed = running, plan, running.store, running.feed
         self._run, self._caller, self._algorithm = run, caller, algorithm
         self._observers, self._tally, self._progress = observers, tally, progress
         self._credit = credit if isinstance(credit, CounterfactualCredit) else None
@@ -100,7 +100,7 @@ class Collector:
             _check_gateway(self._plan)
             rollouts = [as_greedy(rollout, self._tunes) for rollout in rollouts]
         # Two readings of the same clock, so that idle slots are measured over exactly this request.
-        observed, slots = Observed(), self._session.worker.slots
+        observed, slots = Observed(), self._running.worker.slots
         began, taken_before = slots.now()
         episodes = await self.run(rollouts, observed=observed)
         ended, taken_after = slots.now()
@@ -140,7 +140,7 @@ class Collector:
         # versions.
         before = await self._pinned(f"{self._ids(mode)}{prefix}{0:05d}-{0:03d}")
         # What the caller asks for wins over an earlier request, and that over the live versions.
-        pinned = {**self._session.live.versions(), **(before or {}), **(resources or {})}
+        pinned = {**self._running.live.versions(), **(before or {}), **(resources or {})}
         return [
             self._rollout(task, (step, f"{prefix}{position:05d}-{sample:03d}"), mode, pinned)
             for position, task in enumerate(tasks)
@@ -157,7 +157,7 @@ class Collector:
         """
         # A step without any rollout would pass unnoticed as one without a gradient.
         if episodes and not kept:
-            raise RunError(nothing_left(episodes, dropped, store_url=self._session.store_url))
+            raise RunError(nothing_left(episodes, dropped, store_url=self._running.store_url))
         if self._needs_ids:
             check_trainable(episodes)
         if self._credit is None:
@@ -184,19 +184,19 @@ class Collector:
             observer.batch(batch)
         return await self._select(episodes, step=0)
 
-    async def pinned_before(self, *, step: int, mode: Mode) -> dict[str, str] | None:
-        """Return the versions to which an earlier, equal request pinned its rollouts; ``None`` without such a request.
+    async def validated_versions(self, *, step: int) -> dict[str, str] | None:
+        """Return the versions to which an earlier validation pinned its rollouts; ``None`` without such a validation.
 
-        The live versions may have changed since the earlier request, but existing rollouts keep their pinned versions.
+        The live versions may have changed since then, but existing rollouts keep their pinned versions.
         """
-        return await self._pinned(f"{self._ids(mode)}{step_name(step)}-{0:05d}-{0:03d}")
+        return await self._pinned(f"{self._ids('val')}{step_name(step)}-{0:05d}-{0:03d}")
 
-    async def collected_before(self, count: int, *, step: int, mode: Mode) -> tuple[Episode, ...]:
-        """Return the episodes of an earlier request that ran each of ``count`` tasks once.
+    async def first_validation(self, count: int) -> tuple[Episode, ...]:
+        """Return the episodes of the first validation, which ran each of ``count`` tasks once.
 
         The result is empty if the rollouts were removed.
         """
-        ids = [f"{self._ids(mode)}{step_name(step)}-{position:05d}-{0:03d}" for position in range(count)]
+        ids = [f"{self._ids('val')}{step_name(0)}-{position:05d}-{0:03d}" for position in range(count)]
         try:
             return tuple(await read_episodes(self._store, ids, selection=self._selection))
         except NotFoundError:
@@ -214,25 +214,23 @@ class Collector:
         """Build the episode of a finished rollout from the rewards and calls that the collector's algorithm uses."""
         return episode_of(recording, self._selection)
 
-    def side_by_side(
-        self, tasks: Sequence[Json], arms: Sequence[Mapping[str, str]], *, n: int, mode: Mode
-    ) -> list[Rollout]:
-        """Make ``n`` rollouts of each task for each arm, to be passed to :meth:`run` together.
+    def side_by_side(self, tasks: Sequence[Json], arms: Sequence[Mapping[str, str]], *, n: int) -> list[Rollout]:
+        """Make ``n`` test rollouts of each task for each arm, to be passed to :meth:`run` together.
 
         An arm is a set of pinned versions. The arms alternate, and each comes first equally often, so that a server
         that becomes slower or worse affects all arms alike. The same sample of a task has the same seed in all arms.
         """
-        live = self._session.live.versions()
+        live = self._running.live.versions()
         # Interleaved, not arm by arm: see the docstring for the drift that this cancels.
         pairs = [(task, position, sample) for position, task in enumerate(tasks) for sample in range(n)]
         found: list[Rollout] = []
         for number, (task, position, sample) in enumerate(pairs):
-            seed = self._seed(f"{mode}-{step_name(0)}-{position:05d}-{sample:03d}")
+            seed = self._seed(f"test-{step_name(0)}-{position:05d}-{sample:03d}")
             for arm in (*range(number % len(arms), len(arms)), *range(number % len(arms))):
                 # The arm is part of the id but not of the seed, because arms must differ only in
                 # their versions.
                 place = 0, f"{step_name(0)}-{position:05d}-{sample:03d}-{arm:02d}"
-                rollout = self._rollout(task, place, mode, {**live, **arms[arm]})
+                rollout = self._rollout(task, place, "test", {**live, **arms[arm]})
                 found.append(msgspec.structs.replace(rollout, metadata={**rollout.metadata, "seed": seed}))
         return found
 
@@ -241,7 +239,7 @@ class Collector:
         found: list[Rollout] = []
         for sample in range(n):
             place = 0, f"{step_name(0)}-00000-{sample:03d}"
-            rollout = self._rollout(recorded.task, place, "test", self._session.live.versions())
+            rollout = self._rollout(recorded.task, place, "test", self._running.live.versions())
             rollout = msgspec.structs.replace(rollout, group_id=recorded.group_id)
             fork = msgspec.structs.replace(plan, sample=sample)
             found.append(as_fork(rollout, fork, of=recorded, metadata=rollout.metadata))
@@ -301,8 +299,8 @@ class Collector:
             while taken := await self._unless_broken(watched.take(READ_BATCH)):
                 # The worker in this process has just read these spans to judge them, which saves a
                 # second read.
-                kept = {rollout_id: self._feed.kept(rollout_id) for rollout_id in taken}
-                found = await read_finished(self._store, taken, kept=kept)
+                cached = {rollout_id: self._feed.take_cached(rollout_id) for rollout_id in taken}
+                found = await read_finished(self._store, taken, cached=cached)
                 for recording in found:
                     for observer in self._observers:
                         observer.rollout(self._caller, recording)
@@ -343,7 +341,7 @@ class Collector:
     async def _unless_broken(self, waiting: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``waiting``; raises the worker's error if the worker fails first."""
         # Without this a worker that gave up would leave its waiters waiting forever.
-        failure, task = self._session.worker.failure, asyncio.create_task(waiting)
+        failure, task = self._running.worker.failure, asyncio.create_task(waiting)
         if failure is None:
             raise AglError("the worker is not running")
         try:

@@ -18,6 +18,7 @@ from agl.contracts import (
     Metric,
     StepReport,
 )
+from agl.hints import count_of
 from agl.schemas import Episode, Json
 from agl_inspect.advice.suggestions import AlertKind, Suggestion, add_alert
 from agl_inspect.records.state import AlgorithmState, load_algorithm, save_progress, saved_marks
@@ -28,13 +29,13 @@ from agl_run.display.summary import LiveSummary
 from agl_run.parts.counterfactual import check_replays
 from agl_run.plan import VALIDATION
 from agl_run.run.collector import Collector
-from agl_run.run.session import Session
+from agl_run.run.running_experiment import RunningExperiment
 from agl_run.watch.agent_patterns import PatternReport
 from agl_run.watch.agreement import AgreementReport
 from agl_run.watch.arrival import ArrivalReport
 from agl_run.watch.failures import FailureReport
+from agl_run.watch.observers import StepShares, StepWatch, TallyObserver
 from agl_run.watch.sampling import SamplingReport
-from agl_run.watch.steps import StepShares, StepWatch, TallyObserver
 
 if TYPE_CHECKING:
     from agl_run.run.algorithm import DrivenAlgorithm
@@ -57,10 +58,10 @@ class Moment:
 
 
 class Driver:
-    """One run of an experiment's algorithms within a session.
+    """One run of an experiment's algorithms while the experiment is running.
 
     Args:
-        session: The running experiment.
+        running: The running experiment.
         state: The experiment's state at the start.
         progress: Shows the progress.
         is_trial: If true, missed model calls are only reported, even if the settings say that they end the run.
@@ -78,38 +79,38 @@ class Driver:
     """
 
     def __init__(
-        self, session: Session, state: ExperimentRecord, *, progress: Progress, is_trial: bool = False
+        self, running: RunningExperiment, state: ExperimentRecord, *, progress: Progress, is_trial: bool = False
     ) -> None:
-        self.session = session
+        self.running = running
         self.state = state
         self.progress = progress
-        url, names = session.store_url, [config.name for config in session.plan.config.algorithm]
+        url, names = running.store_url, [config.name for config in running.plan.config.algorithm]
         self.view = RunView(algorithms={name: AlgorithmView(name=name) for name in names})
         if isinstance(progress, LiveSummary):
             progress.watch(self.view)
-        self.failures, self.patterns = FailureReport(store_url=url), PatternReport(session.plan)
-        self.agreement = AgreementReport(session.plan.config.experiment, is_trial=is_trial, store_url=url)
+        self.failures, self.patterns = FailureReport(store_url=url), PatternReport(running.plan)
+        self.agreement = AgreementReport(running.plan.config.experiment, is_trial=is_trial, store_url=url)
         # The order counts: shares and tallies are measured before reports may raise and end the
         # run.
         self.observers: Sequence[Observer] = (
-            StepShares(session.worker.slots.count, is_judged=bool(session.plan.config.reward)),
-            TallyObserver(session.store, state),
+            StepShares(running.worker.slots.count, is_judged=bool(running.plan.config.reward)),
+            TallyObserver(running.store, state),
             SamplingReport(store_url=url),
             self.failures,
             self.patterns,
-            ArrivalReport(session.plan, live=session.live, is_trial=is_trial),
+            ArrivalReport(running.plan, live=running.live, is_trial=is_trial),
             self.agreement,
             self.view,
             StepWatch(self._suggest),
         )
         self.validations = Validations(
-            session.store,
-            name=session.plan.name,
+            running.store,
+            name=running.plan.name,
             run=state.run,
             tasks=self.validation_tasks,
-            train=session.plan.train,
-            agent=session.plan.agent.identity,
-            tuned=frozenset(name for algorithm in session.plan.config.algorithm for name in algorithm.tunes),
+            train=running.plan.train,
+            agent=running.plan.agent.identity,
+            tuned=frozenset(name for algorithm in running.plan.config.algorithm for name in algorithm.tunes),
         )
         # Counts of replays arrive while a step collects and are logged with its report.
         self._replays: dict[str, Mapping[str, float]] = {}
@@ -128,12 +129,12 @@ class Driver:
     @property
     def name(self) -> str:
         """The experiment's name."""
-        return self.session.plan.name
+        return self.running.plan.name
 
     @property
     def validation_tasks(self) -> Sequence[Json]:
         """The tasks on which validations run."""
-        plan = self.session.plan
+        plan = self.running.plan
         return plan.val[: plan.config.experiment.validation_limit or None]
 
     def credit(self, algorithm: AlgorithmConfig) -> Credit:
@@ -142,7 +143,7 @@ class Driver:
         Raises:
             ConfigError: The credit replays rollouts, and the runner cannot replay.
         """
-        plan = self.session.plan
+        plan = self.running.plan
         config = algorithm.credit or plan.config.credit
         credit: Credit = plan.manager.build(plan.manager.credit(config.use), **config.params)
         check_replays(plan, credit)
@@ -151,7 +152,7 @@ class Driver:
     def collector(self, name: str, algorithm: AlgorithmConfig | None, *, credit: Credit | None = None) -> Collector:
         """Make a collector whose rollout ids contain ``name``."""
         return Collector(
-            self.session,
+            self.running,
             run=self.state.run,
             caller=name,
             algorithm=algorithm,
@@ -166,8 +167,9 @@ class Driver:
         """Show how many replays a step ran, and remember their metrics for the step's report."""
         self._replays[name] = values
         failed = f", {values['replays_failed']:.0f} of them failed" if values["replays_failed"] else ""
-        calls = f", {values['replay_calls']:.0f} model calls"
-        self.progress.say(f"{name} step {step}: {values['replays']:.0f} further rollouts for the credit{calls}{failed}")
+        calls = f", {count_of(round(values['replay_calls']), 'model call')}"
+        replays = count_of(round(values["replays"]), "further rollout")
+        self.progress.say(f"{name} step {step}: {replays} for the credit{calls}{failed}")
 
     async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
         """Return an algorithm's newest state, saved or not; before its first step, return a new state."""
@@ -175,7 +177,7 @@ class Driver:
         for turn, _ in reversed(self._waiting):
             if turn.name == algorithm.name:
                 return turn.state
-        found = await load_algorithm(self.session.store, self.name, self.state.run, algorithm.name)
+        found = await load_algorithm(self.running.store, self.name, self.state.run, algorithm.name)
         return found or AlgorithmState()
 
     @property
@@ -184,7 +186,7 @@ class Driver:
 
         Steps of concurrent algorithms may not, because those algorithms are never all between two steps.
         """
-        config = self.session.plan.config
+        config = self.running.plan.config
         return config.schedule.mode != "concurrent" or len(config.algorithm) == 1
 
     def waiting(self, turn: "DrivenAlgorithm | None" = None) -> int:
@@ -241,8 +243,8 @@ class Driver:
 
     async def now(self) -> Moment:
         """Return the present state of the run."""
-        states = {algorithm.name: await self.load(algorithm) for algorithm in self.session.plan.config.algorithm}
-        return Moment(turn=self.state.turn, versions=dict(self.session.live.versions()), states=states)
+        states = {algorithm.name: await self.load(algorithm) for algorithm in self.running.plan.config.algorithm}
+        return Moment(turn=self.state.turn, versions=dict(self.running.live.versions()), states=states)
 
     def take_due(self) -> Moment | None:
         """Remove and return the earliest moment that is due for a validation; ``None`` if no validation is due."""
@@ -250,7 +252,7 @@ class Driver:
 
     def is_validated(self, turn: int) -> bool:
         """Return true if a validation is due after ``turn`` steps, so that the versions of then must be saved."""
-        every = self.session.plan.config.experiment.validate_every
+        every = self.running.plan.config.experiment.validate_every
         return bool(turn and every and turn % every == 0 and self.validation_tasks)
 
     async def save_waiting(self) -> bool:
@@ -267,10 +269,10 @@ class Driver:
                 return False
         # The versions that were published while steps waited have their files now, and are marked
         # so.
-        live = [self.session.live.current(name) for turn in turns for name in turn.tunes]
-        self.state = msgspec.structs.replace(self.state, live=self.session.live.versions())
+        live = [self.running.live.current(name) for turn in turns for name in turn.tunes]
+        self.state = msgspec.structs.replace(self.state, live=self.running.live.versions())
         await save_progress(
-            self.session.store,
+            self.running.store,
             self.state,
             algorithms={turn.name: turn.state for turn in turns},
             trained={(turn.name, report.step): report.trained for turn, report in self._waiting if report.trained},
@@ -283,8 +285,8 @@ class Driver:
     async def go_back(self, algorithms: Mapping[str, AlgorithmState], *, others: Mapping[str, bytes]) -> None:
         """After a rollback, save the live versions, the new states of ``algorithms``, and ``others`` by key."""
         async with self._lock:
-            self.state = msgspec.structs.replace(self.state, live=self.session.live.versions())
-            await save_progress(self.session.store, self.state, algorithms=algorithms, others=others)
+            self.state = msgspec.structs.replace(self.state, live=self.running.live.versions())
+            await save_progress(self.running.store, self.state, algorithms=algorithms, others=others)
 
     async def changed(self) -> None:
         """Return once any algorithm has finished a step."""
@@ -294,9 +296,9 @@ class Driver:
     async def alert(self, kind: AlertKind, found: Suggestion, *, key: str) -> None:
         """Store a finding about the run, once per key, and pass it to plugins and sinks."""
         # The store decides whether an alert is new, so a resumed run does not report it twice.
-        if await add_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
+        if await add_alert(self.running.store, self.name, self.state.run, kind, found, key=key):
             facts = msgspec.structs.asdict(found)
-            manager = self.session.plan.manager
+            manager = self.running.plan.manager
             manager.notify("agl_alert_raised", experiment=self.name, run=self.state.run, kind=kind, **facts)
             self.on_alert()
 
@@ -307,12 +309,12 @@ class Driver:
             Metric(step=report.step, name=key, value=value, time=now, **place) for key, value in report.metrics.items()
         ]
         if metrics:
-            await self.session.store.log_metrics(metrics)
+            await self.running.store.log_metrics(metrics)
             self.on_logged()
 
     def _notify(self, name: str, report: StepReport, *, turn: int) -> None:
         """Call the plugins' hook for a finished step."""
-        plan = self.session.plan
+        plan = self.running.plan
         plan.manager.notify("agl_step_finished", report=report, workdir=plan.workdir, **self._place(name, turn))
 
     def _place(self, name: str, turn: int) -> dict[str, Any]:
@@ -326,7 +328,7 @@ class Driver:
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
         mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
         self.progress.update("record rollouts", 0, 0)
-        self.progress.say(f"recorded {len(tasks)} rollouts, {failed} failed{mean}")
+        self.progress.say(f"recorded {count_of(len(tasks), 'rollout')}, {failed} failed{mean}")
 
     def view_validations(self) -> None:
         """Copy the newest and the best validation to the display's view."""
@@ -339,7 +341,7 @@ class Driver:
         tasks, known = self.validation_tasks, self.validations.at(0)
         if known is None:
             return None if self.state.turn else await self.validate(await self.now())
-        self.validated = await self.collector(VALIDATION, None).collected_before(len(tasks), step=0, mode="val")
+        self.validated = await self.collector(VALIDATION, None).first_validation(len(tasks))
         return known.mean
 
     async def validate(self, moment: Moment) -> float | None:
@@ -355,8 +357,8 @@ class Driver:
         collector, states = self.collector(VALIDATION, None), moment.states
         # An interrupted validation continues with the versions to which its first rollouts were
         # pinned.
-        versions = await collector.pinned_before(step=step, mode="val") or moment.versions
-        files = files_of([await self.session.store.resource(*version) for version in versions.items()], states)
+        versions = await collector.validated_versions(step=step) or moment.versions
+        files = files_of([await self.running.store.resource(*version) for version in versions.items()], states)
         # From now on the files of these versions are protected, even if the algorithm deletes old
         # checkpoints.
         self.validations.begin(files)

@@ -40,7 +40,7 @@ async def choose(driver: Driver) -> Choice | None:
         return None
     # The default, and all there is with ``final = "last"``.
     chosen, reward = last, last.mean
-    if driver.session.plan.config.experiment.final == "best":
+    if driver.running.plan.config.experiment.final == "best":
         finalists = await _available(driver, last)
         # Only where chance could have chosen are fresh rollouts worth their price.
         if len(finalists) > 1:
@@ -48,7 +48,7 @@ async def choose(driver: Driver) -> Choice | None:
         else:
             chosen, reward = finalists[0], finalists[0].mean
         # Measuring the finalists left the last of them live.
-        await driver.session.go_back(chosen.versions)
+        await driver.running.go_back(chosen.versions)
         await driver.validations.label(chosen, f"live at the end of experiment {driver.name}: {reward:.3f}")
     return Choice(turn=chosen.turn, reward=reward, is_last=chosen.versions == last.versions)
 
@@ -72,11 +72,11 @@ async def _available(driver: Driver, last: Validation) -> list[Validation]:
         return [last]
     # Two measurements are no selection from many, so the last versions stay unless they are clearly
     # worse.
-    if not driver.session.plan.config.experiment.validate_every:
+    if not driver.running.plan.config.experiment.validate_every:
         return [best if is_below(last, best, confidence=0.95) else last]
     found: list[Validation] = []
     for one in driver.validations.finalists():
-        missing = await missing_files(driver.session.store, one)
+        missing = await missing_files(driver.running.store, one)
         if missing:
             driver.progress.say(f"the versions with validation reward {one.words} cannot be live again: {missing}")
         else:
@@ -94,7 +94,7 @@ async def _measured(driver: Driver, finalists: list[Validation]) -> tuple[Valida
     collector = driver.collector(VALIDATION, None)
     found: list[tuple[float, float, Validation]] = []
     for one in finalists:
-        await driver.session.go_back(one.versions)
+        await driver.running.go_back(one.versions)
         collected = await collector(
             driver.validation_tasks, step=one.turn, mode="val", resources=one.versions, key=_KEY
         )
@@ -110,7 +110,7 @@ async def _measured(driver: Driver, finalists: list[Validation]) -> tuple[Valida
             name="final_reward",
             value=fmean(rewards),
         )
-        await driver.session.store.log_metrics([reward])
+        await driver.running.store.log_metrics([reward])
         found.append((fmean(rewards), one.mean, one))
         driver.progress.say(f"fresh rollouts of the versions {one.place}: {fmean(rewards):.3f}")
     # Ties go to the better first measurement, which is independent of the fresh one.

@@ -59,7 +59,7 @@ class FinishFeed:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._requests: dict[str, WatchedRollouts] = {}
-        self._kept: dict[str, tuple[str, list[Span]]] = {}
+        self._cached: dict[str, tuple[str, list[Span]]] = {}
         self._reader: asyncio.Task[None] | None = None
         self._error: Exception | None = None
 
@@ -94,17 +94,17 @@ class FinishFeed:
         finally:
             for rollout_id in rollout_ids:
                 self._requests.pop(rollout_id, None)
-                self._kept.pop(rollout_id, None)
+                self._cached.pop(rollout_id, None)
 
-    def keep(self, rollout_id: str, attempt_id: str, spans: list[Span]) -> None:
+    def cache(self, rollout_id: str, attempt_id: str, spans: list[Span]) -> None:
         """Cache the spans of an attempt that is ending, if this feed watches the rollout."""
         # Workers also run rollouts that another process waits for; their spans are of no use here.
         if rollout_id in self._requests:
-            self._kept[rollout_id] = (attempt_id, spans)
+            self._cached[rollout_id] = (attempt_id, spans)
 
-    def kept(self, rollout_id: str) -> tuple[str, list[Span]] | None:
+    def take_cached(self, rollout_id: str) -> tuple[str, list[Span]] | None:
         """Remove and return the cached attempt id and spans of a rollout; ``None`` if nothing is cached."""
-        return self._kept.pop(rollout_id, None)
+        return self._cached.pop(rollout_id, None)
 
     async def _read(self, cursor: int) -> None:
         try:

@@ -8,14 +8,15 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
+from agl.hints import count_of
 from agl.schemas import Episode, Json, Mode, Record
 from agl_inspect.records.names import TRIAL, error_of
 from agl_inspect.records.sources import experiment_of
 from agl_inspect.records.state import AlgorithmState, last_versions, save_progress
 from agl_inspect.records.validations import after_step
 from agl_run.checks.notices import unused_credits
-from agl_run.config.records import ScheduleConfig
 from agl_run.config.retention import retain_after_run
+from agl_run.config.sections import ScheduleConfig
 from agl_run.deliver.sinking import Sinks, SinkSource
 from agl_run.display.progress import Progress
 from agl_run.display.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
@@ -27,8 +28,8 @@ from agl_run.run.collapse import CollapseError, CollapseGuard
 from agl_run.run.driver import Driver, Moment
 from agl_run.run.finalists import Choice, choose
 from agl_run.run.resume import Beginning, begin
+from agl_run.run.running_experiment import RunningExperiment
 from agl_run.run.schedule import run_schedule
-from agl_run.run.session import Session
 from agl_run.run.trial import Tasks, trial
 
 _LOG = logging.getLogger("agl_run.run")
@@ -82,7 +83,7 @@ class FitResult(Record, frozen=True, kw_only=True):
         return [] if self.best == self.after else [(self.best, f"best, {after_step(self.best_step)}")]
 
     def _table(self) -> tuple[str, Rows]:
-        failed = (("failed", f"{self.failed} rollouts: {self.errors}"),) if self.failed else ()
+        failed = (("failed", f"{count_of(self.failed, 'rollout')}: {self.errors}"),) if self.failed else ()
         rows = (
             ("validation reward", reward_text(self.before, self.after, self._other_rewards())),
             ("steps", pairs(self.steps)),
@@ -116,7 +117,7 @@ class DevResult(Record, frozen=True, kw_only=True):
         return as_html(*self._table(), has_head=True)
 
     def _table(self) -> tuple[str, Rows]:
-        return f"DevResult with {len(self.episodes)} rollouts", episode_rows(self.episodes)
+        return f"DevResult with {count_of(len(self.episodes), 'rollout')}", episode_rows(self.episodes)
 
 
 async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool) -> FitResult:
@@ -126,26 +127,26 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         RunError: All rollouts failed, or all rollouts of training tasks.
     """
     started = time.monotonic()
-    session = Session(plan)
+    running = RunningExperiment(plan)
     turns: list[DrivenAlgorithm] = []
     async with AsyncExitStack() as stack:
         # Pushed in the reverse order of their ends: first the algorithms end and report unsaved
         # steps, then the display, then the parts that the algorithms used.
-        stack.push_async_callback(session.close)
+        stack.push_async_callback(running.close)
         stack.callback(progress.close)
         stack.push_async_callback(_end, turns)
         build_rewards(plan)  # here and below: report what is wrong before a policy loads its model
         with waiting_for(f"importing {_algorithms(plan)}", say=progress.say):
             await check_algorithms(plan)
         # The first thing that touches the store, and that another trainer can make fail.
-        store = await session.open_store()
+        store = await running.open_store()
         # The record says ``running`` from here on, so that workers that read it do not leave.
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
-        driver = await _start(session, beginning, progress, turns=turns)
+        driver = await _start(running, beginning, progress, turns=turns)
         # Said after the start, because a refused run has a better message to show.
         for text in unused_credits(plan):
             _LOG.warning("%s", text)
-        source = SinkSource(plan=plan, store=session.store, store_url=session.store_url, run=driver.state.run)
+        source = SinkSource(plan=plan, store=running.store, store_url=running.store_url, run=driver.state.run)
         async with Sinks(source, say=progress.say) as sinks:
             # Sinks read the store themselves; the driver only wakes them when there is new data.
             driver.on_logged, driver.on_alert = sinks.wake, sinks.alert
@@ -166,7 +167,7 @@ async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
     before, choice = await _run(driver, turns)
     for observer in driver.observers:
         observer.end()
-    plan = driver.session.plan
+    plan = driver.running.plan
     found = {one.turn: one.mean for one in driver.validations.all()} | ({} if before is None else {0: before})
     best, best_step = max(((mean, turn) for turn, mean in found.items()), default=(None, 0))
     return FitResult(
@@ -178,7 +179,7 @@ async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
         best=best,
         best_step=best_step,
         steps={c.name: (await driver.load(c)).step for c in plan.config.algorithm},
-        resources=driver.session.live.versions(),
+        resources=driver.running.live.versions(),
         workdir=str(plan.workdir),
         failed=driver.failures.counts.failed,
         errors=driver.failures.counts.errors,
@@ -197,9 +198,9 @@ def _summary(result: FitResult) -> dict[str, Json]:
 
 async def _retain(driver: Driver) -> None:
     """Remove old rollouts according to ``[retention]``."""
-    config = driver.session.plan.config
+    config = driver.running.plan.config
     await retain_after_run(
-        driver.session.store,
+        driver.running.store,
         config.retention,
         name=driver.name,
         run=driver.state.run,
@@ -222,29 +223,31 @@ async def dev_plan(
         return DevResult(episodes=tuple(episodes))
 
 
-async def _start(session: Session, beginning: Beginning, progress: Progress, *, turns: list[DrivenAlgorithm]) -> Driver:
+async def _start(
+    running: RunningExperiment, beginning: Beginning, progress: Progress, *, turns: list[DrivenAlgorithm]
+) -> Driver:
     """Start all parts, let the algorithms check their requirements, and then mark the experiment as started.
 
     The algorithms are appended to ``turns`` even if one of them refuses; the caller must end them.
     """
     try:
         # Any failure up to the mark below leaves the experiment as if it had not been started.
-        await session.start(beginning.state, say=progress.say)
-        driver = Driver(session, beginning.state, progress=progress)
+        await running.start(beginning.state, say=progress.say)
+        driver = Driver(running, beginning.state, progress=progress)
         await driver.validations.load()
         driver.view_validations()
-        for config in session.plan.config.algorithm:
+        for config in running.plan.config.algorithm:
             turns.append(
                 DrivenAlgorithm(driver, config, beginning.reopened.get(config.name) or await driver.load(config))
             )
-        await _begin(turns, session.plan.config.schedule)
+        await _begin(turns, running.plan.config.schedule)
     except BaseException:
         # If a finished experiment was to continue and is refused, its record says finished again.
-        await beginning.take_back(session.store)
+        await beginning.take_back(running.store)
         raise
     # The reopened states are saved here, together with the record: a resume after a kill sees both
     # or neither.
-    await beginning.mark_started(session.store)
+    await beginning.mark_started(running.store)
     return driver
 
 
@@ -253,7 +256,7 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
 
     Returns the validation reward before the first step, and the choice of versions.
     """
-    plan = driver.session.plan
+    plan = driver.running.plan
     before = await driver.validate_first()
     if not plan.config.algorithm and plan.train:
         await driver.record(plan.train)
@@ -262,13 +265,13 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
         await driver.validate(await driver.now())
     # Saved besides the chosen versions: a run that is extended later continues from its last step,
     # not from its best.
-    last = driver.session.live.versions()
+    last = driver.running.live.versions()
     choice = await choose(driver)
     # ``finished`` is written after the choice, so that a kill in between chooses again and does not
     # skip it.
-    finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
+    finished = msgspec.structs.replace(driver.state, status="finished", live=driver.running.live.versions())
     kept = last_versions(driver.name, driver.state.run).states({"": dict(last)})
-    await save_progress(driver.session.store, finished, algorithms=stopped, others=kept)
+    await save_progress(driver.running.store, finished, algorithms=stopped, others=kept)
     return before, choice
 
 
@@ -276,7 +279,7 @@ async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[
     """Run the schedule with its validations; return the states of algorithms that were stopped by a collapse."""
     # The guard counts rollbacks over restarts; otherwise a run that is resumed often could go back
     # forever.
-    plan, guard = driver.session.plan, CollapseGuard(driver, turns)
+    plan, guard = driver.running.plan, CollapseGuard(driver, turns)
     await guard.load()
     # One validation at a time: two would share the slots, and the later one could end first.
     validating = asyncio.Lock()

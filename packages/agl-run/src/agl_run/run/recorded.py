@@ -30,8 +30,8 @@ class SourceReader:
 
     def __init__(self, driver: "Driver", algorithm: AlgorithmConfig, collector: Collector) -> None:
         self._driver, self._algorithm, self._collector = driver, algorithm, collector
-        self._store = driver.session.store
-        configs = {config.name: config for config in driver.session.plan.config.algorithm}
+        self._store = driver.running.store
+        configs = {config.name: config for config in driver.running.plan.config.algorithm}
         self._sources = [configs[source] for source in algorithm.source if not experiment_of(source)]
         self._experiments = [*filter(None, map(experiment_of, algorithm.source))]
 
@@ -80,7 +80,7 @@ class SourceReader:
 
     async def _changed_states(self, known: Mapping[str, int]) -> dict[str, AlgorithmState]:
         """Wait until a source has a new step or all sources are finished, and return the states by source name."""
-        goes_on = self._driver.session.plan.config.schedule.mode == "concurrent"  # while this algorithm waits
+        goes_on = self._driver.running.plan.config.schedule.mode == "concurrent"  # while this algorithm waits
         while True:
             # Begun before the states are read; a step that ends in between still wakes this.
             changed = asyncio.ensure_future(self._driver.changed())  # before reading, so that no step is missed
@@ -118,7 +118,7 @@ class SourceReader:
         return {name: await self._lineage(name, max_age + 1) for name in self._algorithm.tunes}
 
     async def _lineage(self, name: str, count: int) -> set[str]:
-        version = self._driver.session.live.current(name)
+        version = self._driver.running.live.current(name)
         found = {version.version}
         # Along the parents, not by numbers: after a rollback the numbers no longer correspond to
         # the age.

@@ -13,7 +13,7 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import ExperimentRecord, ExtendableAlgorithm, Store
 from agl.errors import ConfigError
 from agl_inspect.records.state import AlgorithmState, load_algorithm, load_experiment, load_last_versions, save_progress
-from agl_run.config.records import ScheduleConfig
+from agl_run.config.sections import ScheduleConfig
 from agl_run.config.training_settings import refuse_other_kind
 from agl_run.plan import Plan
 from agl_run.run.collector import cancel_unfinished

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from agl_run.config.records import ScheduleConfig
+from agl_run.config.sections import ScheduleConfig
 from agl_run.run.algorithm import DrivenAlgorithm
 
 

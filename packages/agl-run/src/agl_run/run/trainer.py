@@ -15,7 +15,7 @@ from agl.schemas import LLM, JsonResource, Mode, PromptTemplate, Resource
 from agl_run.agents.agent import Agent
 from agl_run.checks.planning import make_plan
 from agl_run.config.dataset import Tasks
-from agl_run.config.records import (
+from agl_run.config.sections import (
     ASYNC,
     ExperimentConfig,
     ExperimentSection,
@@ -34,7 +34,7 @@ from agl_run.parts.rewards import given_rewards, name_of
 from agl_run.plan import Plan
 from agl_run.run.blocking import Work, require_blocking, run_beside, run_blocking
 from agl_run.run.fit import DevResult, FitResult, dev_plan, fit_plan
-from agl_run.run.session import store_url_of
+from agl_run.run.running_experiment import store_url_of
 from agl_run.watch.failures import warn_of_failures
 
 GivenReward = str | ComponentConfig | Callable[..., Any]

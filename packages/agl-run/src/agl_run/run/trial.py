@@ -16,7 +16,7 @@ from agl_run.plan import Plan
 from agl_run.run.collector import cancel_unfinished
 from agl_run.run.driver import Driver
 from agl_run.run.resume import is_of_another_agent
-from agl_run.run.session import Session
+from agl_run.run.running_experiment import RunningExperiment
 
 
 async def reached(store: Store, plan: Plan) -> ExperimentRecord | None:
@@ -40,9 +40,9 @@ async def trial(
         live: Versions by resource that replace the ones that the experiment has reached.
     """
     # Its own name means its own lock and lease, so a trainer of the experiment may run meanwhile.
-    session = Session(plan.renamed(record_as))
+    running = RunningExperiment(plan.renamed(record_as))
     try:
-        store = await session.open_store()
+        store = await running.open_store()
         # A record under this name belongs to an experiment that can be resumed, so its queue is not
         # touched.
         if await load_experiment(store, record_as) is None:
@@ -53,25 +53,25 @@ async def trial(
         # What is asked for explicitly wins.
         versions = {**(previous.live if previous else {}), **(live or {})}
         state = ExperimentRecord(name=record_as, run=previous.run if previous else 1, live=versions)
-        await session.start(state, say=progress.say)
+        await running.start(state, say=progress.say)
         for key, resource in plan.resources.items():
-            if key not in (live or {}) and session.live.current(key).resource != resource:
+            if key not in (live or {}) and running.live.current(key).resource != resource:
                 progress.say(
-                    f"{key}: the trial uses the version {session.live.current(key).version}, which the experiment has "
+                    f"{key}: the trial uses the version {running.live.current(key).version}, which the experiment has "
                     "reached or a label points at, and not what the experiment's file says, which differs; to try the "
                     "file's, give the experiment another name: --set experiment.name=NAME"
                 )
-        yield Driver(session, state, progress=progress, is_trial=True)
+        yield Driver(running, state, progress=progress, is_trial=True)
     finally:
         progress.close()
-        await session.close()
+        await running.close()
 
 
 class Tasks:
     """Runs tasks within one trial, and reads the episodes as the experiment's first algorithm would."""
 
     def __init__(self, driver: Driver) -> None:
-        algorithms = driver.session.plan.config.algorithm
+        algorithms = driver.running.plan.config.algorithm
         self._driver, self._rounds = driver, 0
         self._collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", algorithms[0] if algorithms else None)
 

@@ -17,7 +17,7 @@ from agl.errors import AglError, RunError
 from agl.schemas import Outcome
 from agl.tracing import SpanRecorder
 from agl_run.agents.agent import AgentSpec, LoadedAgent
-from agl_run.agents.importing import install_tracers
+from agl_run.agents.importing import load_tracers
 from agl_run.messages import value_for_agent
 from agl_run.runners.attempt import new_attempt, run_attempt
 from agl_run.runners.connections import separate_loops
@@ -82,12 +82,7 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 def _prepare(start: ChildStart) -> tuple[LoadedAgent, list[Tracer]]:
     # The parent's path, so that modules next to a script or a notebook are found here as well.
     sys.path[:0] = [entry for entry in start.sys_path if entry not in sys.path]
-    manager = PluginManager.from_environment()
-    tracers: list[Tracer] = [manager.build(manager.tracer(name)) for name in start.tracers]
-    for tracer in tracers:
-        # Before the agent is imported: frameworks read such variables at import.
-        os.environ.update(tracer.worker_env())
-    install_tracers(zip(start.tracers, tracers, strict=True))
+    tracers = load_tracers(start.tracers, PluginManager.from_environment())
     return AgentSpec(path=start.agent_path, folder=start.folder).load(), tracers
 
 

@@ -110,6 +110,7 @@ async def record_command(
     manager: PluginManager,
     store_url: str,
     upstream: str = "",
+    tracers: Sequence[str] = (),
     timeout_s: float | None = None,
     request: StopRequest | None = None,
 ) -> RecordedRun:
@@ -134,7 +135,7 @@ async def record_command(
         remove_abandoned()
         folder = stack.enter_context(own_folder())
         root = root_of(claim)
-        span_file = SpanFile(folder / "span_file", root)
+        span_file = SpanFile(folder / "span_file", root, tracers=tracers)
         try:
             gateway, environment = await _capture(stack, manager, store, claim, upstream, span_file)
             process = await _start(command, {**os.environ, **environment})

@@ -4,8 +4,10 @@ The program's interpreter finds agl's ``sitecustomize`` first on its path. This 
 as one attempt and appends each span to a file when the span ends, so that a kill loses only unfinished spans.
 """
 
+import atexit
 import os
 import struct
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ _HEADER = struct.Struct("<I")
 
 
 class SpanFileSettings(Record, frozen=True, kw_only=True):
-    """The settings with which a program records itself: its file, its ids, and the models' addresses."""
+    """The settings with which a program records itself: its file, its ids, the models' addresses, and its tracers."""
 
     file: str
     rollout_id: str
@@ -32,6 +34,7 @@ class SpanFileSettings(Record, frozen=True, kw_only=True):
     upstreams: tuple[Upstream, ...] = ()
     gateway_url: str = ""
     token: str = ""
+    tracers: tuple[str, ...] = ()
 
 
 def root_of(claim: Claim) -> Span:
@@ -47,11 +50,12 @@ def root_of(claim: Claim) -> Span:
 
 
 class SpanFile:
-    """The file to which a program in another process appends its spans."""
+    """The file to which a program in another process appends its spans, also those of ``tracers``."""
 
-    def __init__(self, file: Path, root: Span) -> None:
+    def __init__(self, file: Path, root: Span, *, tracers: Sequence[str] = ()) -> None:
         self._file = file
         self._root = root
+        self._tracers = tuple(tracers)
 
     def environment(
         self, upstreams: Sequence[Upstream] = (), *, gateway_url: str = "", token: str = ""
@@ -66,6 +70,7 @@ class SpanFile:
             upstreams=tuple(upstreams),
             gateway_url=gateway_url,
             token=token,
+            tracers=self._tracers,
         )
         # In front of the user's own path: Python imports the first sitecustomize that it finds.
         path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "inject"), os.environ.get("PYTHONPATH")]))
@@ -92,7 +97,10 @@ class SpanFile:
 
 def record_this_process() -> None:
     """Record the rest of this process as one attempt; called by the injected ``sitecustomize``."""
+    from agl import PluginManager
+    from agl.errors import AglError
     from agl.tracing import ActiveAttempt, WireTracer, activate
+    from agl_run.agents.importing import load_tracers
     from agl_run.tracers.unrecorded import UnrecordedCalls
 
     # Removed from the environment: programs that this one starts are other processes and would
@@ -118,5 +126,11 @@ def record_this_process() -> None:
     )
     WireTracer().install()
     UnrecordedCalls().install()
+    try:
+        for tracer in load_tracers(settings.tracers, PluginManager.from_environment()) if settings.tracers else ():
+            # Frameworks may end their spans in threads of their own.
+            atexit.register(tracer.flush, 1.0)
+    except AglError as error:
+        sys.stderr.write(f"agl: {error}\n")
     # Never left: the whole process is the attempt.
     activate(attempt).__enter__()

@@ -9,6 +9,7 @@ off in a framework that can tell this from its default.
 
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
@@ -102,6 +103,12 @@ _INSTRUMENTORS = {
     "smolagents": ("smolagents", "SmolagentsInstrumentor"),
 }
 """Modules of frameworks without spans, each with OpenInference's package and class that make spans for it."""
+
+
+def cache_advice() -> str:
+    """Return a sentence about DSPy's cache, which answers without a call, if DSPy is imported; else ``""``."""
+    text = " DSPy answers repeated questions from its cache; to ask the model each time: dspy.LM(..., cache=False)."
+    return text if "dspy" in sys.modules else ""
 
 
 class OwnSpans(ModuleTracer):

@@ -66,8 +66,8 @@ def _getresponse(original: Callable[..., Any]) -> Callable[..., Any]:
         posted: tuple[str, int] | None = getattr(self, "_agl_posted", None)
         # Cleared, because connections are used for several requests.
         self._agl_posted = None
-        if posted is not None and _is_told(response.status, posted[0]):
-            _tell(response.status, _url_of(self, posted[0]), library="http.client", start_ns=posted[1])
+        if posted is not None and _is_recorded(response.status, posted[0]):
+            _record(response.status, _url_of(self, posted[0]), library="http.client", start_ns=posted[1])
         return response
 
     return getresponse
@@ -78,8 +78,8 @@ def _request(original: Callable[..., Any]) -> Callable[..., Any]:
     async def request(*args: Any, **options: Any) -> Any:
         start_ns = time.time_ns()
         response = await original(*args, **options)
-        if response.method == "POST" and _is_told(response.status, response.url.path):
-            _tell(response.status, str(response.url), library="aiohttp", start_ns=start_ns)
+        if response.method == "POST" and _is_recorded(response.status, response.url.path):
+            _record(response.status, str(response.url), library="aiohttp", start_ns=start_ns)
         return response
 
     return request
@@ -90,12 +90,12 @@ def _is_model_route(target: str) -> bool:
     return _ROUTES.search(target.partition("?")[0].rstrip("/")) is not None
 
 
-def _is_told(status: int, target: str) -> bool:
+def _is_recorded(status: int, target: str) -> bool:
     """Return true if a response with this status has to be recorded: a model call, or a refused API key."""
     return status == UNAUTHORIZED or (status < 300 and _is_model_route(target))
 
 
-def _tell(status: int, url: str, *, library: str, start_ns: int) -> None:
+def _record(status: int, url: str, *, library: str, start_ns: int) -> None:
     """Record a response as a span, if a rollout made the call and the call is unrecorded or was refused."""
     attempt = current()
     if attempt is None:

@@ -4,7 +4,6 @@ Every command that collects rollouts uses this check, so that no command ignores
 """
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -13,7 +12,8 @@ from agl.episodes import Verdict
 from agl.errors import RunError
 from agl.schemas import Episode, LooseCall
 from agl_inspect.stores import proposal
-from agl_run.config.records import ExperimentSection
+from agl_run.config.sections import ExperimentSection
+from agl_run.tracers.module_tracer import cache_advice
 from agl_run.watch.observers import Batch, Observer
 
 _LOG = logging.getLogger("agl_run.run")
@@ -90,7 +90,7 @@ class AgreementReport(Observer):
                 "resource.%s%s",
                 len(silent),
                 len(episodes),
-                " DSPy answers repeated questions from its cache: dspy.LM(..., cache=False)." * ("dspy" in sys.modules),
+                cache_advice(),
                 self._see("show", silent[0]),
             )
 

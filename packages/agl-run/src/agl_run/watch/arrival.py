@@ -4,10 +4,10 @@ import html
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from agl.contracts import Recording
+from agl.contracts import CallUse, Recording
 from agl.errors import ConfigError
 from agl.schemas import JsonResource, PromptTemplate, Resource
 from agl_run.plan import Plan
@@ -87,6 +87,11 @@ class ArrivalReport(Observer):
                 if not self._is_trial:
                     raise ConfigError(message)
             _LOG.warning("%s", message)
+
+    async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
+        """Return ``texts_unsent``, the number of tuned texts that no rollout has sent to a model so far."""
+        count = sum(name in self._open for name in self._reported)
+        return {"texts_unsent": float(count)} if count else {}
 
 
 def _parts(resource: Resource) -> list[str]:

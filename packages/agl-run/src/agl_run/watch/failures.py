@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from agl.errors import RunError
+from agl.hints import count_of
 from agl.schemas import Attempt, Episode, Rollout
 from agl_inspect.records.names import error_of
 from agl_inspect.stores import proposal
@@ -72,9 +73,9 @@ class RolloutCounts:
         if not self.failed:
             return
         if self.all_failed:
-            found = f"none of {self.total} rollouts succeeded: {self.errors}"
+            found = f"none of {count_of(self.total, 'rollout')} succeeded: {self.errors}"
         else:
-            found = f"{self.failed} of {self.total} rollouts failed, most often with {self.most_frequent}"
+            found = f"{self.failed} of {count_of(self.total, 'rollout')} failed, most often with {self.most_frequent}"
         _LOG.warning("%s.%s", found, self.look_at(store_url))
 
     def look_at(self, store_url: str) -> str:
@@ -117,8 +118,8 @@ class FailureReport(Observer):
         for counts, where in ((self.counts, ""), (self._training, " on training tasks")):
             if counts.all_failed:
                 raise RunError(
-                    f"none of {counts.total} rollouts{where} succeeded: {counts.errors}. Correct the agent or the "
-                    f"reward, then run it again with --fresh (fresh=True).{counts.look_at(self._store_url)}"
+                    f"none of {count_of(counts.total, 'rollout')}{where} succeeded: {counts.errors}. Correct the agent "
+                    f"or the reward, then run it again with --fresh (fresh=True).{counts.look_at(self._store_url)}"
                 )
         self.counts.warn(self._store_url)
 

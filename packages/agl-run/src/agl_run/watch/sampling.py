@@ -14,7 +14,7 @@ from agl.contracts import CallUse, Recording
 from agl.errors import ConfigError
 from agl.schemas import Span
 from agl_inspect.stores import proposal
-from agl_run.config.records import PolicyConfig
+from agl_run.config.sections import PolicyConfig
 from agl_run.watch.observers import Observer
 
 _LOG = logging.getLogger("agl_run.run")

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit, urlunsplit
 from agl.errors import ConfigError
 from agl.stores import web_parts
 
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _UNUSED_ADDRESS = ("192.0.2.1", 9)
 """An address reserved for documentation (RFC 5737), used to find the outgoing interface; nothing is sent there."""
 
@@ -54,6 +54,7 @@ def _with_host(url: str, host: str) -> str:
     if not host:
         return url
     parts = urlsplit(url)
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return urlunsplit(parts._replace(netloc=f"{host}:{parts.port}" if parts.port else host))
 
 

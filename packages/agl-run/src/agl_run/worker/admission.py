@@ -9,7 +9,7 @@ from agl import PluginManager
 from agl.errors import ConfigError, GatewayLostError
 from agl.schemas import to_json
 from agl_run.config.agent import agent_of, with_runner
-from agl_run.config.records import ExperimentConfig
+from agl_run.config.sections import ExperimentConfig
 from agl_run.parts.rewards import check_known
 from agl_run.plan import Plan, load_agent
 from agl_run.worker.address import is_loopback

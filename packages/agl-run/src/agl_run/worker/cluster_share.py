@@ -5,7 +5,7 @@ import msgspec
 from agl import PluginManager
 from agl.errors import ConfigError
 from agl_inspect.stores import SQLITE
-from agl_run.config.records import ASYNC, ExperimentConfig, RunnerConfig
+from agl_run.config.sections import ASYNC, ExperimentConfig, RunnerConfig
 from agl_run.fleet import Fleet
 
 RAY = "ray"

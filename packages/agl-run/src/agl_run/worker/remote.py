@@ -107,7 +107,7 @@ class RemoteWorker:
 
     def _counts(self) -> str:
         parts = ", ".join(f"{count} {status}" for status, count in sorted(self.finished.items()))
-        return f"{self.finished.total()} rollouts finished" + (f" ({parts})" if parts else "")
+        return f"rollouts finished: {self.finished.total()}" + (f" ({parts})" if parts else "")
 
     async def _wait(self) -> tuple[RunningExperiment, RemoteGateway | None] | None:
         """Wait until the experiment can be joined, and return its record and gateway; ``None`` once it is finished."""
@@ -122,11 +122,11 @@ class RemoteWorker:
             except TokenError as error:
                 raise ConfigError(str(error)) from error
             except StoreError as error:
-                self._say_once("waiting", f"the store does not answer; waiting: {error}")
+                self._say_once(f"the store does not answer; waiting: {error}")
                 await asyncio.sleep(LOOK_S)
                 continue
             if serving is None:
-                self._say_once("waiting", f"experiment {self._plan.name!r} does not run; waiting for it to start")
+                self._say_once(f"experiment {self._plan.name!r} does not run; waiting for it to start")
             else:
                 gateway = self._gateway_of(serving)
                 problem = await self._join_problem(serving, gateway)
@@ -166,12 +166,12 @@ class RemoteWorker:
         """Raise the problem if the experiment is running and cannot be joined; else report that the worker waits."""
         if runs and (problem.kind == "settings" or not self._has_joined):
             raise ConfigError(problem.text)
-        self._say_once("waiting", f"waiting for experiment {self._plan.name!r} on {serving.host!r}: {problem.text}")
+        self._say_once(f"waiting for experiment {self._plan.name!r} on {serving.host!r}: {problem.text}")
 
-    def _say_once(self, event: str, text: str) -> None:
+    def _say_once(self, text: str) -> None:
         if text != self._said:
             self._said = text
-            self._tell(event, text, experiment=self._plan.name)
+            self._tell("waiting", text, experiment=self._plan.name)
 
     async def _take_part(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> None:
         """Run attempts until this session of the experiment ends, and give unfinished attempts back."""

@@ -24,6 +24,7 @@ from agl_run.runners.repeats import RepeatedWarnings
 from agl_run.runners.result import describe_error
 from agl_run.runners.setup import LastingRunner, LostError, RunContext
 from agl_run.runners.storable import UNFIT, storable_outcome
+from agl_run.tracers.module_tracer import cache_advice
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -48,7 +49,7 @@ class Worker:
         context: The context of the run.
         runner: Executes attempts; started and stopped by the worker.
         finished: Called with every rollout that reaches its final status in this worker.
-        keep: Called with rollout id, attempt id and spans of an attempt whose spans were read to judge it; code that
+        cache: Called with rollout id, attempt id and spans of an attempt whose spans were read to judge it; code that
             waits for the rollout need not read them again.
 
     Attributes:
@@ -62,9 +63,9 @@ class Worker:
         runner: Runner,
         *,
         finished: Callable[[Rollout], None] = _ignore,
-        keep: Callable[[str, str, list[Span]], None] = _ignore,
+        cache: Callable[[str, str, list[Span]], None] = _ignore,
     ) -> None:
-        self._context, self._runner, self._finished, self._keep = context, runner, finished, keep
+        self._context, self._runner, self._finished, self._cache = context, runner, finished, cache
         self._name = worker_name()
         self._running: dict[str, asyncio.Task[None]] = {}
         self.slots = Slots(context.concurrency)
@@ -332,7 +333,7 @@ class Worker:
         # judged rollout without them.
         outcome = msgspec.structs.replace(outcome, spans=(*outcome.spans, *rewards))
         # The collector of this process can skip reading them again.
-        self._keep(rollout.rollout_id, outcome.attempt_id, _as_stored(recorded, outcome.spans))
+        self._cache(rollout.rollout_id, outcome.attempt_id, _as_stored(recorded, outcome.spans))
         return outcome
 
 
@@ -358,11 +359,10 @@ def _as_stored(recorded: Sequence[Span], added: Sequence[Span]) -> list[Span]:
 
 
 _NO_CALLS = (
-    "the agent finished and no model call was seen. Expected at least one call to a configured policy. Check that the "
-    "agent's client uses the model name of a [policy.*] section or OPENAI_BASE_URL, and that it calls the model "
-    "through httpx (the openai and anthropic clients do). Other clients, and programs that the agent starts, need "
-    "base_url and api_key of the agent's argument llm; with a gateway, the environment of the 'process' and 'command' "
-    "runners has both"
+    "Expected at least one call to a configured policy. Check that the agent's client uses the model name of a "
+    "[policy.*] section or OPENAI_BASE_URL, and that it calls the model through httpx (the openai and anthropic "
+    "clients do). Other clients, and programs that the agent starts, need base_url and api_key of the agent's argument "
+    "llm; with a gateway, the environment of the 'process' and 'command' runners has both"
 )
 
 
@@ -370,7 +370,7 @@ def _no_calls(spans: Sequence[Span], attempt_id: str) -> str:
     """Explain why an attempt has no recorded model call, and name clients whose calls were noticed."""
     clients = dict.fromkeys(call.client for call in find_disagreement(spans, attempt_id=attempt_id).unseen)
     if not clients:
-        return _NO_CALLS
+        return f"the agent finished and no model call was seen.{cache_advice()} {_NO_CALLS}"
     return (
         f"the agent finished and none of its model calls was recorded: they are by {', '.join(clients)}. Point these "
         "clients at the gateway, with the base URL and key from resources or from the environment, or let them call "

@@ -11,6 +11,7 @@ import msgspec
 from agl import PluginManager
 from agl.contracts import Recording, RolloutQuery, Store
 from agl.errors import ConfigError, ExportError
+from agl.hints import count_of
 from agl.schemas import to_json
 from agl.stores import read_recordings
 from agl_inspect.terminal.opening import pass_manager, store_option, with_store
@@ -65,7 +66,7 @@ def otlp(
         chosen = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
         return await handle(_batches(store, chosen))
 
-    click.echo(f"{with_store(manager, store_url, work)} rollouts {done}")
+    click.echo(f"{count_of(with_store(manager, store_url, work), 'rollout')} {done}")
 
 
 async def _batches(store: Store, query: RolloutQuery) -> AsyncIterator[list[Recording]]:
@@ -88,7 +89,7 @@ async def _send(batches: AsyncIterator[list[Recording]], exporter: OtlpExporter)
             await _export(exporter, batch)
         except ExportError as error:
             raise ExportError(
-                f"{error}; {count} rollouts were sent before, and sending them again adds nothing"
+                f"{error}; {count_of(count, 'rollout')} sent before; sending them again adds nothing"
             ) from None
         count += len(batch)
     return count

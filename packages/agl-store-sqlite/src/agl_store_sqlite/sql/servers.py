@@ -269,7 +269,7 @@ class ChangeListener:
                 self._listen(self._subscribe())
             except Exception as error:  # isolation: waiting callers depend on this thread
                 if not has_warned and not self._stopping.is_set():
-                    reason = f"{type(error).__name__}: {error}"
+                    reason = " ".join(f"{type(error).__name__}: {error}".split())
                     _logger.warning(
                         "waiting callers are not woken by changes in %s until it answers: %s", self._shown, reason
                     )

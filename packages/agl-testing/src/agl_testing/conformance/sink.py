@@ -145,7 +145,7 @@ class SinkConformance(Conformance):
         contents = [str(row["content"]) for row in found.tables["resources"]]
         assert any("characters; all of it: agl show left_prompt@small-1-left-1" in text for text in contents)
 
-    def test_sink_that_cannot_write_is_told_once_and_the_run_goes_on(
+    def test_sink_that_cannot_write_is_reported_once_and_the_run_goes_on(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         result = run(str(tmp_path), self.use, self.broken_params(tmp_path), left={"steps": 2})

@@ -1,6 +1,5 @@
 """A model API for tests, on a real port: it sends scripted replies with known tokens, injects faults, records calls."""
 
-from agl_testing.model_server.canned import CannedModelServer, CannedReply
 from agl_testing.model_server.codec import (
     ConversationTurn,
     FunctionCall,
@@ -27,8 +26,6 @@ from agl_testing.model_server.script import (
 from agl_testing.model_server.server import ScriptedModelServer
 
 __all__ = [
-    "CannedModelServer",
-    "CannedReply",
     "ConversationTurn",
     "Cut",
     "Dialect",

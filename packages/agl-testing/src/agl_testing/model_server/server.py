@@ -1,19 +1,22 @@
 """The scripted model server, with a real port and an event loop in its own thread, for sync and async tests."""
 
+import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import Self
 
 from aiohttp import web
 
 from agl_testing.model_server.handler import RecordedCall, ScriptedHandler
 from agl_testing.model_server.script import Flavour, ModelRequest, Reply, Respond, Status, Step
-from agl_testing.model_server.thread import HOST, ThreadedServer
+
+_HOST = "127.0.0.1"
+_START_LIMIT_S = 10.0
 
 
-class ScriptedModelServer(ThreadedServer):
+class ScriptedModelServer:
     """A model API on a local port that answers by a script.
 
     >>> with ScriptedModelServer([Reply(text="hello")]) as server:
@@ -44,7 +47,11 @@ class ScriptedModelServer(ThreadedServer):
         api_key: str | None = None,
         port: int = 0,
     ) -> None:
-        super().__init__(port)
+        self._port = port
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._failure: OSError | None = None
         self._respond, self._steps, self._default = respond, deque(steps), default
         self._calls: list[RecordedCall] = []
         self._arrived = threading.Condition()
@@ -56,6 +63,41 @@ class ScriptedModelServer(ThreadedServer):
             models=models,
             api_key=api_key,
         )
+
+    @property
+    def url(self) -> str:
+        """The server's root URL, the base URL for Anthropic's clients."""
+        return f"http://{_HOST}:{self._port}"
+
+    @property
+    def base_url(self) -> str:
+        """The root URL with ``/v1``, the base URL for OpenAI's clients."""
+        return f"{self.url}/v1"
+
+    def start(self) -> Self:
+        """Start the thread and serve; returns once the server accepts calls.
+
+        Raises:
+            OSError: The port is in use.
+            TimeoutError: The server did not start in time.
+        """
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="ScriptedModelServer", daemon=True)
+        self._thread.start()
+        if not started.wait(_START_LIMIT_S):
+            raise TimeoutError(f"the ScriptedModelServer did not start within {_START_LIMIT_S} s")
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def stop(self) -> None:
+        """Close the port and all connections, including those of stalled calls; idempotent."""
+        if self._thread is None:
+            return
+        if self._loop is not None and self._stopping is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+        self._thread = None
 
     @property
     def calls(self) -> list[RecordedCall]:
@@ -96,20 +138,33 @@ class ScriptedModelServer(ThreadedServer):
             code=500, message=f"the script has no step for call {request.index}; enqueue one more"
         )
 
+    def __enter__(self) -> Self:
+        return self.start()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        self.stop()
         if error is None and self._handler.script_errors:
             raise self._handler.script_errors[0]
 
-    @asynccontextmanager
-    async def listening(self) -> AsyncGenerator[int]:
-        """Listen with aiohttp; calls in progress are cancelled when the block ends."""
+    def _run(self, started: threading.Event) -> None:
+        try:
+            asyncio.run(self._serve(started))
+        except OSError as error:
+            self._failure = error
+            started.set()
+
+    async def _serve(self, started: threading.Event) -> None:
+        """Serve until :meth:`stop`, which cancels calls in progress; sets ``started`` once the port is open."""
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
         runner = web.ServerRunner(web.Server(self._handler.handle, handler_cancellation=True), shutdown_timeout=0.05)
         await runner.setup()
         try:
-            await web.TCPSite(runner, HOST, self._port).start()
-            yield int(runner.addresses[0][1])
+            await web.TCPSite(runner, _HOST, self._port).start()
+            self._port = int(runner.addresses[0][1])
+            started.set()
+            await self._stopping.wait()
         finally:
             await runner.cleanup()

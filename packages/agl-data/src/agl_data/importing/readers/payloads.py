@@ -150,7 +150,8 @@ def _message(fields: dict[str, Any]) -> dict[str, Any] | None:
     calls = [_tool_call(call) for call in dicts_in(fields.get("tool_calls"))]
     calls = calls or [_tool_call(call) for call in dicts_in(as_dict(fields.get("additional_kwargs")).get("tool_calls"))]
     message |= {"tool_calls": calls} if calls else {}
-    message |= {name: fields[name] for name in ("tool_call_id", "name", "reasoning_content") if fields.get(name)}
+    kept = ("tool_call_id", "name", "reasoning_content", "reasoning")
+    message |= {name: fields[name] for name in kept if fields.get(name)}
     return message
 
 

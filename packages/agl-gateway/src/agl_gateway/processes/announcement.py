@@ -30,7 +30,7 @@ LEASE_S = 60.0
 """Seconds without a renewal until a gateway counts as gone; long, because attempts then end without its calls."""
 
 
-class GatewayRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
+class AnnouncedGateway(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A gateway's last announcement, as the store's presence record holds it.
 
     Attributes:
@@ -64,7 +64,7 @@ class GatewayRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
         return f"the gateway {self.url or self.member} on {self.machine} {how} at {when} and {held} in {self.spool}"
 
 
-async def gateways_of(store: Store, *, now: float = 0.0) -> list[GatewayRecord]:
+async def gateways_of(store: Store, *, now: float = 0.0) -> list[AnnouncedGateway]:
     """Return the gateways with spools that announced themselves in a store.
 
     Args:
@@ -73,7 +73,7 @@ async def gateways_of(store: Store, *, now: float = 0.0) -> list[GatewayRecord]:
     """
     found = await store.presences(GATEWAYS)
     now = max((now, *(one.seen_at for one in found)))
-    records = [msgspec.convert(one.details, GatewayRecord) for one in found]
+    records = [msgspec.convert(one.details, AnnouncedGateway) for one in found]
     return [
         replace(record, member=one.member, seen_at=one.seen_at, is_gone=record.is_ended or is_gone(one, now=now))
         for one, record in zip(found, records, strict=True)
@@ -87,8 +87,8 @@ class GatewayPresence:
     Attributes:
         url: Returns the address at which other gateways reach this one.
         start: Returns the id of this gateway's newest start.
-        is_shared: See :class:`GatewayRecord`.
-        group: See :class:`GatewayRecord`.
+        is_shared: See :class:`AnnouncedGateway`.
+        group: See :class:`AnnouncedGateway`.
     """
 
     store: Store
@@ -129,7 +129,7 @@ class GatewayPresence:
     async def _announce(self, *, is_ended: bool = False) -> None:
         spool = self.recorder.spool
         assert spool is not None  # noqa: S101  # callers look
-        own = GatewayRecord(
+        own = AnnouncedGateway(
             member=spool.gateway_id,
             group=self.group or spool.gateway_id,
             url=self.url(),
@@ -153,7 +153,7 @@ class GatewayPresence:
         )
 
 
-async def gone_gateways(store: Store, *, own: str = "", now: float = 0.0) -> list[GatewayRecord]:
+async def gone_gateways(store: Store, *, own: str = "") -> list[AnnouncedGateway]:
     """Return the gateways other than ``own`` that are gone and left calls in their spools; see :func:`gateways_of`."""
-    found = await gateways_of(store, now=now)
+    found = await gateways_of(store)
     return [each for each in found if each.is_gone and each.calls and each.member != own]

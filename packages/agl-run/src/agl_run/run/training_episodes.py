@@ -8,10 +8,11 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import Recording, RolloutQuery, SpanChoice, Store
 from agl.episodes import EpisodeOptions, ScoreOptions, build_episode
 from agl.errors import MissingTokenIdsError
+from agl.hints import count_of
 from agl.schemas import Episode, Record, Span
 from agl.stores import read_recordings
 from agl_inspect.stores import proposal
-from agl_run.config.records import ExperimentSection
+from agl_run.config.sections import ExperimentSection
 from agl_run.plan import Plan
 from agl_run.watch.agreement import UNATTRIBUTED, UNSEEN, describe, refusal
 from agl_run.watch.failures import RolloutCounts
@@ -72,17 +73,17 @@ async def read_episodes(store: Store, rollout_ids: Sequence[str], *, selection: 
 
 
 async def read_finished(
-    store: Store, rollout_ids: Sequence[str], *, kept: Mapping[str, tuple[str, list[Span]] | None] | None = None
+    store: Store, rollout_ids: Sequence[str], *, cached: Mapping[str, tuple[str, list[Span]] | None] | None = None
 ) -> list[Recording]:
     """Read finished rollouts and the spans of their deciding attempts, in the given order, with few requests.
 
     Args:
         store: The store of the rollouts.
         rollout_ids: Distinct ids.
-        kept: Attempt id and spans of rollouts that need not be read again; a rollout may be missing or ``None``.
+        cached: Attempt id and spans of rollouts that need not be read again; a rollout may be missing or ``None``.
     """
     # What the worker handed over saves the larger part of the read: the spans.
-    known = {rollout_id: found for rollout_id in rollout_ids if (found := (kept or {}).get(rollout_id)) is not None}
+    known = {rollout_id: found for rollout_id in rollout_ids if (found := (cached or {}).get(rollout_id)) is not None}
     recordings = await _recordings(store, list(known), spans="none")
     for recording in recordings.values():
         attempt_id, spans = known[recording.rollout.rollout_id]
@@ -133,7 +134,7 @@ def nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int], *, sto
     if disagreed:
         why = f"There are {describe(episodes, disagreed)}"
     look = proposal("Look at one with", "show", errors.example or first.rollout.rollout_id, store_url=store_url)
-    return f"none of {len(episodes)} rollouts can be used: {counts}. {why}.{look}"
+    return f"none of {count_of(len(episodes), 'rollout')} can be used: {counts}. {why}.{look}"
 
 
 def _without_reward(episodes: Iterable[Episode]) -> str:
@@ -154,6 +155,7 @@ def check_trainable(episodes: Sequence[Episode]) -> None:
     # any.
     if missing and len(missing) == len([call for call in calls if call.reject != "not_selected"]):
         raise MissingTokenIdsError(
-            f"the backend returned no token ids for any of {len(missing)} calls ({missing[0].detail}); training on "
-            "tokens needs them. Serve the model with agl's torch policy, vLLM or SGLang, which return them when asked"
+            f"the backend returned no token ids for any of {len(missing)} calls ({missing[0].detail}); "
+            "training on tokens needs them. Serve the model with agl's torch policy, vLLM or SGLang, which return them "
+            "when asked"
         )

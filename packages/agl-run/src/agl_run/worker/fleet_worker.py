@@ -17,7 +17,7 @@ from agl_inspect.stores import build_store
 from agl_run.access.secret import SECRET_ENV, SECRET_FILE_ENV
 from agl_run.access.tokens import AttemptTokens
 from agl_run.access.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV
-from agl_run.config.records import ExperimentConfig
+from agl_run.config.sections import ExperimentConfig
 from agl_run.plan import Plan
 from agl_run.worker.admission import make_worker_plan
 from agl_run.worker.heap import settle_heap

@@ -14,7 +14,7 @@ from msgspec import Meta
 from agl.algorithms import AlgorithmConfig, ComponentConfig, PlacementConfig
 from agl.schemas import Json, JsonResource, PromptTemplate, Record
 from agl.stores import MAX_ATTEMPTS
-from agl_run.config.wording import check_value
+from agl_run.config.value_check import check_value
 
 ASYNC = "async"
 """The default runner."""

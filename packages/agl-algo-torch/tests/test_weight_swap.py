@@ -18,7 +18,7 @@ from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.learner.checkpoint import save_served
 from agl_algo_torch.learner.model import LoadedModel, add_lora, load_model
-from agl_algo_torch.serving.served_weights import ServedWeights
+from agl_algo_torch.serving.weight_swap import ServedWeights
 from agl_objectives.adapters import HeldAdapter
 from agl_objectives.settings import Lora
 

@@ -1,10 +1,10 @@
-"""Tool calls in the deltas of servers that number them, give all the same number, or give none."""
+"""Messages from their deltas: tool calls with or without numbers, and lists whose entries arrive in parts."""
 
 from typing import Any
 
 import pytest
 
-from agl.dialects import StreamedCalls
+from agl.dialects import StreamedCalls, StreamedMessage
 
 WEATHER, CLOCK = ("weather", '{"city": "Paris"}'), ("clock", '{"tz": "JST"}')
 
@@ -69,3 +69,51 @@ def test_garbage_makes_no_error(garbage: Any) -> None:
     calls.add(garbage)
 
     assert all({"name": "", "arguments": ""} == call["function"] for call in calls.whole())
+
+
+CLAUDE = {"type": "reasoning.text", "index": 0}
+CITATION = {"type": "url_citation", "url_citation": {"url": "https://example.com/a"}}
+OTHER = {"type": "url_citation", "url_citation": {"url": "https://example.com/b"}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole"),
+    [
+        (
+            [{**CLAUDE, "text": "I look "}, {**CLAUDE, "text": "it up."}, {**CLAUDE, "text": None, "signature": "Eq"}],
+            [{**CLAUDE, "text": "I look it up.", "signature": "Eq"}],
+        ),
+        (
+            [{**CLAUDE, "text": "a"}, {**CLAUDE, "index": 1, "text": "b"}, {**CLAUDE, "text": "c"}],
+            [{**CLAUDE, "text": "ac"}, {**CLAUDE, "index": 1, "text": "b"}],
+        ),
+        (
+            [{"type": "thinking", "thinking": "a", "signature": "s"}, {"type": "thinking", "thinking": "b"}],
+            [{"type": "thinking", "thinking": "a", "signature": "s"}, {"type": "thinking", "thinking": "b"}],
+        ),
+        ([CITATION, OTHER], [CITATION, OTHER]),
+        ([1, None, {**CLAUDE, "text": 2}], [1, None, {**CLAUDE, "text": 2}]),
+    ],
+    ids=["signed", "two at once", "signature ends an entry", "whole entries", "odd"],
+)
+def test_entries_of_lists_are_joined_from_their_parts(parts: list[Any], whole: list[Any]):
+    message = StreamedMessage()
+    for one in parts:
+        message.add({"reasoning_details": [one]})
+    assert {"reasoning_details": whole} == message.whole()
+
+
+def test_entries_that_arrive_together_stay_apart():
+    message, entries = StreamedMessage(), [{"type": "reasoning.summary", "summary": text} for text in "ab"]
+    message.add({"reasoning_details": entries})
+    assert {"reasoning_details": entries} == message.whole()
+
+
+def test_content_in_parts_and_text_is_joined_in_parts():
+    message = StreamedMessage()
+    for text in ("I look ", "it up."):
+        message.add({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": text}]}]})
+    message.add({"content": "It is "})
+    message.add({"content": "sunny."})
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "I look it up."}]}
+    assert {"content": [thinking, {"type": "text", "text": "It is sunny."}]} == message.whole()

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -29,7 +29,7 @@ from agl.hints import did_you_mean
 from agl.schemas import LLM, Json, Resource, ResourceVersion
 from agl_inspect.ownership import Ownership
 from agl_inspect.records.labels import labelled
-from agl_inspect.stores import address_of, build_store, checked_store, located, without_password
+from agl_inspect.stores import address_of, build_store, located, without_password
 from agl_run.access.secret import signing_keys
 from agl_run.checks.notices import crowded_loop
 from agl_run.deliver.exporting import Exporting
@@ -44,15 +44,15 @@ from agl_run.runners.setup import RunContext
 from agl_run.worker.address import advertised_url, local_url
 from agl_run.worker.cluster_share import store_for_workers
 from agl_run.worker.current import LiveResources
+from agl_run.worker.fleet_worker import order_of, reclaim_lost
 from agl_run.worker.invitation import Invitation, UnclaimedReport, make_running
-from agl_run.worker.order import order_of, reclaim_lost
 from agl_run.worker.setup import make_runner, make_tracers, run_context
 from agl_run.worker.worker import Worker
 
 _LOG = logging.getLogger("agl_run.run")
 
 
-class Session:
+class RunningExperiment:
     """The running parts of an experiment: call ``open_store``, then ``start``, and at the end ``close``.
 
     Attributes:
@@ -93,7 +93,7 @@ class Session:
         # Every started part is pushed onto one stack, so that a start that fails halfway stops
         # exactly the parts that run.
         self._stack.callback(lock.release)
-        store = checked_store(self.plan.store) if self.plan.store else open_store(self.plan)
+        store = self.plan.store or open_store(self.plan)
         if self.plan.store is None:
             self._stack.push_async_callback(store.close)
         # The lock above is this machine's; the lease in the store keeps out trainers elsewhere.
@@ -140,7 +140,7 @@ class Session:
         # missed.
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
         context = self._context(upstreams)
-        worker = Worker(context, make_runner(self.plan, context), keep=self.feed.keep)
+        worker = Worker(context, make_runner(self.plan, context), cache=self.feed.cache)
         self.worker = await self._stack.enter_async_context(worker)
         # The loss of the lease must reach all waiters for rollouts, and they watch the worker's
         # failure.
@@ -464,8 +464,8 @@ class ExperimentLock:
             ConfigError: Another trainer holds the lock (the message names its process), or the work directory is on a
                 file system without locks.
         """
-        self._file.parent.mkdir(parents=True, exist_ok=True)
         try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         # The lock belongs to an open file, not to a process id, so a holder that was killed never
         # blocks this.
@@ -478,15 +478,19 @@ class ExperimentLock:
                 f"{self._file} cannot be locked ({error.strerror or error}), so that nothing would keep a second "
                 "trainer from this experiment; set [experiment] workdir to a folder on a local disk"
             ) from error
-        # For people only: the id is never read to decide who runs.
-        self._holder.write_text(str(os.getpid()), encoding="utf-8")
+        self._note(str(os.getpid()))
 
     def release(self) -> None:
         """Release the lock; idempotent."""
         if self._lock.is_locked:
             # Emptied before the release: afterwards the file may already hold the next owner's id.
-            self._holder.write_text("", encoding="utf-8")
+            self._note("")
             self._lock.release()
+
+    def _note(self, holder: str) -> None:
+        # For people only, so that a full disk or a removed folder is reported by what needs it.
+        with suppress(OSError):
+            self._holder.write_text(holder, encoding="utf-8")
 
     def _who(self) -> str:
         holder = self._holder.read_text(encoding="utf-8", errors="replace").strip() if self._holder.exists() else ""

@@ -1,0 +1,108 @@
+"""Answers larger than the gateway's limit end with an error of the client's API, and are recorded as cut."""
+
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from aiohttp import web
+
+from agl.contracts import Upstream
+from agl_testing.model_server import Reply
+
+LIMIT = 20_000
+REASON = f"the backend's answer is larger than {LIMIT} bytes"
+LONG = Reply(text="word " * LIMIT, chunks=200)
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+async def chat(it: Any, token: str, **settings: Any) -> list[Any]:
+    async with it.openai(token) as client:
+        return [part async for part in await client.chat.completions.create(messages=HI, stream=True, **settings)]
+
+
+async def responses(it: Any, token: str, **settings: Any) -> list[Any]:
+    async with it.openai(token) as client:
+        events = [event async for event in await client.responses.create(input="hi", stream=True, **settings)]
+    if (error := getattr(events[-1].response, "error", None)) is not None:
+        raise openai.APIError(error.message, None, body=None)  # type: ignore[arg-type]
+    return events
+
+
+async def messages(it: Any, token: str, **settings: Any) -> list[Any]:
+    async with anthropic.AsyncAnthropic(base_url=it.url, api_key=token, max_retries=0) as client:
+        return [e async for e in await client.messages.create(max_tokens=9, messages=HI, stream=True, **settings)]
+
+
+@pytest.mark.parametrize("is_trained", [True, False], ids=["translated", "native"])
+@pytest.mark.parametrize("ask", [chat, responses, messages])
+async def test_stream_beyond_the_limit_ends_with_an_error_event_and_is_recorded_as_cut(stage, ask, is_trained: bool):
+    async with stage(max_answer=LIMIT, is_trained=is_trained) as it:
+        attempt_id, token = await it.open_attempt()
+        it.server.enqueue(LONG, Reply(text="short"))
+        with pytest.raises((openai.APIError, anthropic.APIError), match="answer is larger than"):
+            await ask(it, token, model="main_llm")
+        await ask(it, token, model="main_llm")
+        cut, whole = await it.calls(attempt_id)
+    assert (200, False, True) == (cut.status_code, cut.is_complete, cut.error.startswith(REASON))
+    assert (True, "") == (whole.is_complete, whole.error)
+
+
+async def test_plain_answer_beyond_the_limit_is_a_recorded_502(stage):
+    async with stage(max_answer=LIMIT) as it:
+        attempt_id, token = await it.open_attempt()
+        it.server.enqueue(LONG)
+        async with it.openai(token) as client:
+            with pytest.raises(openai.InternalServerError, match="answer is larger than") as caught:
+                await client.chat.completions.create(model="main_llm", messages=HI)
+        (call,) = await it.calls(attempt_id)
+    assert (502, "answer_too_large") == (caught.value.status_code, caught.value.code)
+    assert (502, True) == (call.status_code, REASON in call.error)
+
+
+@asynccontextmanager
+async def bomb(content_type: str) -> AsyncIterator[str]:
+    """Run a server that answers with 100 KB of gzip, which grow to 100 MB."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    body = b"".join([*(packer.compress(b"data: {}\n\n" * 100_000) for _ in range(100)), packer.flush()])
+
+    async def answer(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=body, headers={"content-encoding": "gzip", "content-type": content_type})
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("content_type", ["text/event-stream", "application/json"])
+async def test_compressed_answer_counts_by_its_decompressed_size(stage, content_type: str):
+    async with (
+        bomb(content_type) as address,
+        stage(max_answer=LIMIT, upstreams=[Upstream(name="main_llm", base_url=address)]) as it,
+    ):
+        attempt_id, token = await it.open_attempt()
+        with pytest.raises(openai.APIError, match="answer is larger than"):
+            await chat(it, token, model="main_llm")
+        (call,) = await it.calls(attempt_id)
+    assert REASON in call.error
+
+
+async def test_only_the_gateway_sets_headers_that_browsers_and_its_own_clients_obey(stage):
+    given = {"Access-Control-Allow-Origin": "*", "Location": "/", "Set-Cookie": "a=b", "X-Agl-Dropped": "forged"}
+    async with stage() as it:
+        _, token = await it.open_attempt()
+        it.server.enqueue(Reply(text="hi", headers={**given, "x-request-id": "r1"}))
+        async with it.openai(token) as client:
+            found = await client.chat.completions.with_raw_response.create(model="main_llm", messages=HI)
+    assert [None] * 4 == [found.headers.get(name) for name in given]
+    assert "r1" == found.headers["x-request-id"]
