@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors import SafetensorError
 
-from agl.errors import AglError, ConfigError
+from agl.errors import AglError, ConfigError, RunError
 from agl.schemas import Weights
 from agl_algo_torch.learner.checkpoint import load_training, read_origin, save_served, save_training
 from agl_algo_torch.learner.model import load_model
@@ -123,6 +124,19 @@ def test_a_failed_write_leaves_the_old_directory(tmp_path: Path) -> None:
     assert "old" == (target / "f").read_text()
     write_directory(target, lambda d: (d / "f").write_text("new") and None)
     assert ("new", ["c"]) == ((target / "f").read_text(), os.listdir(tmp_path))
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space"), SafetensorError("No space left on device (os error 28)")])
+def test_full_disk_is_named_and_leaves_the_old_state_alone(tmp_path: Path, error: Exception) -> None:
+    write_directory(tmp_path / "000001", lambda d: (d / "f").write_text("old") and None)
+
+    def fail(directory: Path) -> None:
+        (directory / "f").write_text("half")
+        raise error
+
+    with pytest.raises(RunError, match=r"disk is full: .*000002 needs more than the .* MB that are free"):
+        write_directory(tmp_path / "000002", fail)
+    assert ["000001"] == os.listdir(tmp_path)
 
 
 @pytest.mark.long

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 from typing import TYPE_CHECKING
+
+from agl.errors import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -22,24 +25,40 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
 
     A `target` that exists is replaced. A crash at any point leaves the old one, the new one, or none, but never a
     mixture. Leftovers of an earlier crash are removed. The directory also gets checksums, which `damage` compares.
+    Raises RunError if the disk is full; what was written is then removed, and an old `target` stays.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (target.with_name(f".{target.name}.{kind}") for kind in ("new", "old"))
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir()
-    fill(fresh)
-    (fresh / _CHECKSUMS).unlink(missing_ok=True)  # perhaps a hard link to the checksums of another directory
-    (fresh / _CHECKSUMS).write_text(_checksums(fresh), encoding="utf-8")
-    # Contents before names: after a power cut, a renamed directory must not hold empty files.
-    for path in sorted(fresh.rglob("*")):
-        if path.is_file():
-            _flush(path)
+    try:
+        _fill(fresh, fill)
+    except Exception as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        # safetensors raises an error of its own, which names the number in its text.
+        if getattr(error, "errno", None) != errno.ENOSPC and f"os error {errno.ENOSPC}" not in str(error):
+            raise
+        free = shutil.disk_usage(target.parent).free
+        raise RunError(
+            f"The disk is full: {target} needs more than the {free / 1e6:.1f} MB that are free, and was not written. "
+            "States saved before are whole. Make room, then continue with --resume."
+        ) from error
     if target.exists():
         target.rename(old)
     fresh.rename(target)
     _flush_directory(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _fill(directory: Path, fill: Callable[[Path], None]) -> None:
+    fill(directory)
+    (directory / _CHECKSUMS).unlink(missing_ok=True)  # perhaps a hard link to the checksums of another directory
+    (directory / _CHECKSUMS).write_text(_checksums(directory), encoding="utf-8")
+    # Contents before names: after a power cut, a renamed directory must not hold empty files.
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            _flush(path)
 
 
 def damage(directory: Path, *, state: str) -> str:
