@@ -116,3 +116,10 @@ def test_a_state_of_another_model_is_refused_by_name(make_loaded: Any) -> None:
         load_trainable_state(model, {key: value for key, value in state.items() if key != name})
     with pytest.raises(ConfigError, match=name):
         load_trainable_state(model, {**state, name: torch.zeros(1)})
+
+
+def test_weights_in_a_pickle_are_refused_unread(model_dir: Path) -> None:
+    torch.save(load_model(str(model_dir)).model.state_dict(), model_dir / "pytorch_model.bin")
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*safetensors"):
+        load_model(str(model_dir))

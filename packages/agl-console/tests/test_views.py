@@ -17,6 +17,7 @@ from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, Rollout
 from agl.schemas import (
     ErrorInfo,
     Json,
+    ModelCall,
     Outcome,
     PromptTemplate,
     ResourceVersion,
@@ -27,6 +28,7 @@ from agl.schemas import (
     to_json,
 )
 from agl.stores import MemoryStore
+from agl.tracing import chat_spans
 from agl_console import pages
 from agl_console.rewards import FIGURES, ROWS
 from agl_console.rollout import SPANS
@@ -83,6 +85,19 @@ async def test_view_is_a_page_and_the_same_data_as_json(opened: Open, address: s
     assert page.startswith("<!doctype html>")
     assert page.rstrip().endswith("</html>")
     assert isinstance(data, dict)
+
+
+async def test_cached_prompt_tokens_stand_with_a_call(opened: Open) -> None:
+    store = MemoryStore()
+    await store.enqueue([Rollout(rollout_id="ro", task=1)])
+    (claim,) = await store.claim(worker="w")
+    usage = {"prompt_tokens": 12, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
+    made = ModelCall(request_id="q", dialect="chat", model="m", request={"messages": []}, response={"usage": usage})
+    at = {"rollout_id": "ro", "attempt_id": claim.attempt.attempt_id, "trace_id": "", "parent_id": None}
+    await store.append_spans(chat_spans([made], **at, framework_span_id="", start_ns=1, end_ns=2))
+    async with opened(store) as client:
+        for address in ("/rollouts/ro", "/rollouts/ro/spans/1"):
+            assert "12 (8 cached) + 3 tokens" in await text_of(client, address)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 from agl.contracts import RolloutQuery
 from agl.errors import SchemaVersionError, StoreError
 from agl.schemas import ModelCall, Outcome, RetryPolicy, Rollout, Span, pack_floats, pack_ids
-from agl_store_sqlite import _schema
+from agl_store_sqlite import _acknowledged, _schema
 from agl_store_sqlite._schema import CURRENT
 from agl_store_sqlite._store import SQLiteStore
 
@@ -212,8 +212,9 @@ def test_store_in_the_place_of_a_removed_one_lost_nothing(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always on a full disk")
 def test_writes_are_answered_though_the_record_beside_the_file_cannot_be_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_acknowledged, "_ONLY_FILE", 0)  # otherwise no link is followed
     (tmp_path / "runs.db-acknowledged").symlink_to("/dev/full")
 
     async def body() -> None:

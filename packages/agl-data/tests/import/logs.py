@@ -244,3 +244,28 @@ def trajectory(**more: Any) -> dict[str, Any]:
         "extra": {"reward": 0.5},
         **more,
     }
+
+
+def lightning_events() -> list[dict[str, Any]]:
+    """Return the events of two rollouts of Agent Lightning 1.0, each with a call that has token ids, and a reward."""
+
+    def event(rollout: str, kind: str, data: object) -> dict[str, object]:
+        return {"event_type": kind, "rollout_id": rollout, "attempt_id": "0", "timestamp": 1.7e9, "data": data}
+
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "4"},
+        "finish_reason": "stop",
+        "token_ids": [7, 8],
+        "logprobs": {"content": [{"token": "4", "logprob": -0.25}, {"token": "", "logprob": -0.5}]},
+    }
+    call = {
+        "model": "m",
+        "model_version": 3,
+        "request": {"model": "m", "messages": [{"role": "user", "content": "2 + 2?"}]},
+        "response": {"model": "m", "choices": [choice], "prompt_token_ids": [1, 2, 3]},
+        "latency_ms": 250.0,
+        "http_status": 200,
+    }
+    events = [event("a", "model_request", call), event("a", "reward", {"value": 0.5}), event("a", "log", {})]
+    return [*events, event("b", "model_request", call), event("b", "reward", {"value": 0})]

@@ -10,7 +10,7 @@ from agl.errors import DatasetError
 from agl.schemas import unpack_floats, unpack_ids
 
 from .conftest import Imports
-from .logs import chat, trajectory, write_lines
+from .logs import chat, lightning_events, trajectory, write_lines
 
 
 def test_chat_becomes_a_call_for_each_answer_that_was_sampled(tmp_path: Path, imports: Imports) -> None:
@@ -236,27 +236,8 @@ def test_same_file_may_be_imported_into_two_experiments(tmp_path: Path, imports:
 def test_events_of_agent_lightning_become_calls_with_their_tokens_and_a_reward(
     tmp_path: Path, imports: Imports
 ) -> None:
-    def event(rollout: str, kind: str, data: object) -> dict[str, object]:
-        return {"event_type": kind, "rollout_id": rollout, "attempt_id": "0", "timestamp": 1.7e9, "data": data}
-
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": "4"},
-        "finish_reason": "stop",
-        "token_ids": [7, 8],
-        "logprobs": {"content": [{"token": "4", "logprob": -0.25}, {"token": "", "logprob": -0.5}]},
-    }
-    call = {
-        "model": "m",
-        "model_version": 3,
-        "request": {"model": "m", "messages": [{"role": "user", "content": "2 + 2?"}]},
-        "response": {"model": "m", "choices": [choice], "prompt_token_ids": [1, 2, 3]},
-        "latency_ms": 250.0,
-        "http_status": 200,
-    }
     path = tmp_path / "events.json"
-    events = [event("a", "model_request", call), event("a", "reward", {"value": 0.5}), event("a", "log", {})]
-    path.write_text(json.dumps([*events, event("b", "model_request", call), event("b", "reward", {"value": 0})]))
+    path.write_text(json.dumps(lightning_events()))
 
     done = imports(path)
 

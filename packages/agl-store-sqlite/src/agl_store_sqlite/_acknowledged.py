@@ -15,7 +15,8 @@ from agl.errors import StoreError
 
 _LOG = logging.getLogger("agl_store_sqlite")
 
-_NO_NEWLINES = getattr(os, "O_BINARY", 0)  # of Windows
+_ONLY_FILE = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_NOFOLLOW", "O_NONBLOCK"))
+"""Flags that refuse a link, which would lead to a file of somebody else, and do not wait for the writer of a pipe."""
 
 
 class AcknowledgedCursor:
@@ -38,7 +39,8 @@ class AcknowledgedCursor:
 
     def _load(self) -> int:
         try:
-            return int(self._path.read_bytes())
+            with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | _ONLY_FILE)) as file:
+                return int(file.read(32))
         except (OSError, ValueError):
             return 0
 
@@ -58,7 +60,7 @@ class AcknowledgedCursor:
                 self._store.name,
             )
         try:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | _NO_NEWLINES, 0o666)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | _ONLY_FILE, 0o666)
             if self._is_new:
                 self.note(0)  # the record may be of a store that was removed
         except OSError as error:

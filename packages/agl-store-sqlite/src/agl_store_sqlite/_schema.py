@@ -114,6 +114,9 @@ def open_file(path: Path, *, busy_s: float) -> sqlite3.Connection:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"the folder {path.parent} cannot be created: {error}; choose a folder you own") from error
+    journal = path.with_name(f"{path.name}-journal")
+    if journal.exists() and not journal.is_file():  # SQLite would wait for the writer of a pipe
+        raise StoreError(f"{journal} is not a file of the store; remove it")
     connection: sqlite3.Connection | None = None
     try:
         connection = connect(path, busy_s=busy_s)

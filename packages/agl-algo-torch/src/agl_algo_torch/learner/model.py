@@ -102,7 +102,8 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_ma
             raise OSError("there is no such directory")
         with no_bars():
             tokenizer = cast("Any", AutoTokenizer).from_pretrained(path)
-            model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=held)
+            # A pickle from elsewhere is never read.
+            model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=held, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The model {path!r} cannot be loaded: {error}. "

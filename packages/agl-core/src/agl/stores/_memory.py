@@ -114,7 +114,8 @@ class MemoryTables:
 
     def attempts(self, rollout_id: str) -> list[Attempt]:
         number = need_rollout(self, rollout_id).attempts
-        return [self._attempts[attempt_id_of(rollout_id, at)] for at in range(1, number + 1)]
+        found = (self._attempts.get(attempt_id_of(rollout_id, at)) for at in range(1, number + 1))
+        return [attempt for attempt in found if attempt is not None]
 
     def queued(self, experiment: str | None, limit: int) -> list[Rollout]:
         queues = self._queue.lists

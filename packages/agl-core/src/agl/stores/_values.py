@@ -208,6 +208,12 @@ def check_recording(recording: Recording) -> None:
                 f"the recording of rollout {rollout_id!r} has the attempt {attempt.attempt_id!r} of rollout "
                 f"{attempt.rollout_id!r}; the file is damaged or was changed: get it again from where it was made"
             )
+    most = max((attempt.number for attempt in recording.attempts), default=0)
+    if not most <= recording.rollout.attempts <= MAX_ATTEMPTS:
+        raise ConflictError(
+            f"the recording of rollout {rollout_id!r} counts {recording.rollout.attempts} attempts and has number "
+            f"{most}; the file is damaged or was changed: get it again from where it was made"
+        )
     known = {"", *(attempt.attempt_id for attempt in recording.attempts)}
     for span in recording.spans:
         if span.rollout_id != rollout_id or span.attempt_id not in known:

@@ -3,9 +3,10 @@
 import hashlib
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -16,6 +17,8 @@ from agl.stores import check_recording
 from agl_data.archive.arrow import Kind, Row, TableWriter, read_rows
 from agl_data.archive.layout import TABLES, Folder, Manifest, Sum, damaged, sha256
 from agl_data.archive.tables import COLUMNS, STORED, attempt_of, rollout_of, rows_of, span_of
+
+R = TypeVar("R")
 
 PART_ROLLOUTS, PART_BYTES = 10_000, 256 << 20
 """A part is full at this many rollouts, or at this many uncompressed bytes of values."""
@@ -140,37 +143,46 @@ class PartReader:
         groups = {table: itertools.groupby(self._rows(table, STORED[table]), by_id) for table in ("attempts", "spans")}
         ahead = {table: next(rows, None) for table, rows in groups.items()}
         for row in self._ordered(STORED["rollouts"]):
-            found: dict[str, list[Row]] = {}
-            for table, group in ahead.items():
-                is_mine = group is not None and group[0] == row["rollout_id"]
-                found[table] = list(group[1]) if group is not None and is_mine else []
-                if is_mine:
-                    ahead[table] = next(groups[table], None)
+            own = {table: group[1] for table, group in ahead.items() if group and group[0] == row["rollout_id"]}
+            (rollout,) = self._read("rollouts", [row], rollout_of, "rollout_id")
+            attempts = self._read("attempts", own.get("attempts", ()), attempt_of, "number")
+            spans = self._read("spans", own.get("spans", ()), span_of, "attempt_id", "span_id")
+            ahead |= {table: next(groups[table], None) for table in own}
+            recording = Recording(rollout=rollout, attempts=attempts, spans=spans)
             try:
-                recording = Recording(
-                    rollout=rollout_of(row),
-                    attempts=[attempt_of(each) for each in found["attempts"]],
-                    spans=[span_of(each) for each in found["spans"]],
-                )
                 check_recording(recording)
-            except (ValueError, TypeError, KeyError, RecursionError, StoreError) as error:
-                raise self._damaged(f"the records of {row['rollout_id']!r} do not fit: {error}") from error
-            rollout = recording.rollout
+            except StoreError as error:
+                raise self._damaged("rollouts", f"the records of {row['rollout_id']!r} do not fit: {error}") from error
             if (rollout.rollout_id, rollout.experiment) != (row["rollout_id"], self._manifest.experiment):
-                raise self._damaged(f"the row {row['rollout_id']!r} holds the rollout {rollout.rollout_id!r}")
+                raise self._damaged("rollouts", f"the row {row['rollout_id']!r} holds {rollout.rollout_id!r}")
             yield recording
+
+    def _read(self, table: str, rows: Iterable[Row], read: Callable[[Row], R], *key: str) -> list[R]:
+        """Decode the records of a rollout in a table, in which each key may come once."""
+        found: dict[tuple[object, ...], R] = {}
+        for row in rows:
+            try:
+                record = read(row)
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                what = f"a record of the rollout {row['rollout_id']!r} cannot be read: {error}"
+                raise self._damaged(table, what) from error
+            own = tuple(getattr(record, name) for name in key)
+            if own in found:
+                raise self._damaged(table, f"it has {own} of the rollout {row['rollout_id']!r} twice")
+            found[own] = record
+        return list(found.values())
 
     def _ordered(self, columns: dict[str, Kind]) -> Iterator[Row]:
         """Read the rows of the rollouts, which must be in ascending order of id, each id once."""
         last = ""
         for row in self._rows("rollouts", columns):
             if not isinstance(row["rollout_id"], str) or row["rollout_id"] <= last:
-                raise self._damaged(f"the id {row['rollout_id']!r} follows on {last!r}")
+                raise self._damaged("rollouts", f"its ids do not ascend: {row['rollout_id']!r} follows {last!r}")
             last = row["rollout_id"]
             yield row
 
-    def _damaged(self, what: str) -> StoreError:
-        return damaged(self._folder.place, self._folder.file("rollouts", self._manifest.part), what)
+    def _damaged(self, table: str, what: str) -> StoreError:
+        return damaged(self._folder.place, self._folder.file(table, self._manifest.part), what)
 
     def _rows(self, table: str, columns: dict[str, Kind]) -> Iterator[Row]:
         name = self._folder.file(table, self._manifest.part)

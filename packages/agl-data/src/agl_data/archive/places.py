@@ -114,9 +114,12 @@ class Place:
 
     def _path(self, name: str) -> str:
         """Return the path of a file of this folder; names may come from the files of the archive itself."""
-        if {"..", "."} & set(name.split("/")) or name.startswith("/") or "\\" in name or "\0" in name:
+        path = f"{self._root}/{name}" if name else self._root or "/"
+        is_out = bool({"..", "."} & set(name.split("/"))) or name.startswith("/") or "\\" in name or "\0" in name
+        # A link in the folder leads out of it as well.
+        if is_out or (self._is_disk and not Path(path).resolve().is_relative_to(Path(self._root or "/").resolve())):
             raise StoreError(f"{name!r} leads out of the archive {self.shown}; the archive was changed: do not use it")
-        return f"{self._root}/{name}" if name else self._root or "/"
+        return path
 
     def _is_file(self, path: str) -> bool:
         # Opening a named pipe on a disk would wait for its writer.

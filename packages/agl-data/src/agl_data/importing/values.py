@@ -87,6 +87,11 @@ def whole_ns(value: Json) -> int:
     return min(max(int(value), 0), _LATEST) if isinstance(value, int) else 0
 
 
+def ns_of_seconds(value: Json) -> int:
+    """Convert a number of seconds to nanoseconds, clipped as :func:`whole_ns` does; 0 for anything else."""
+    return whole_ns(int(min(max(number_of(value) or 0.0, 0.0), _LATEST / 1e9) * 1e9))
+
+
 def field_of(record: Json, name: str) -> Json:
     """Return a field by name or by a path such as ``extra.score``; ``None`` if it does not exist."""
     fields = as_dict(record)

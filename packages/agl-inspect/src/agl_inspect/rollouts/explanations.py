@@ -226,9 +226,13 @@ def _summary(episode: Episode) -> str:
 
 
 def token_counts(span: Span) -> str:
-    """Return the token counts of a call's prompt and response as text; ``""`` if both are unknown."""
+    """Return the token counts of a call's prompt and response as text; ``""`` if both are unknown.
+
+    Prompt tokens that a provider read from its cache are named, because they cost less.
+    """
     prompt, response = tokens_of(span)
-    return f"{prompt} + {response} tokens" if prompt or response else ""
+    cached = _count(span.attributes.get(semconv.CACHE_READ_TOKENS))
+    return f"{prompt}{f' ({cached} cached)' if cached else ''} + {response} tokens" if prompt or response else ""
 
 
 def call_facts(span: Span) -> list[str]:

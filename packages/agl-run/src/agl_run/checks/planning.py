@@ -167,6 +167,9 @@ def _check_workdir(plan: Plan) -> None:
                 f"checkpoints and metrics go to {str(plan.workdir)!r}, and {path.name!r} is a file; set [experiment] "
                 "workdir to another directory, or move the file away"
             )
+    for path in plan.workdir.glob("*"):
+        if not path.is_dir() and (path.is_symlink() or not path.is_file()):
+            raise ConfigError(f"{path} is a link or a pipe, and a run would write through it; remove it")
 
 
 def _check_runner(plan: Plan) -> None:

@@ -48,11 +48,11 @@ def load_dataset(path: Path) -> list[Json]:
         DatasetError: The file is missing or empty, or a task is wrong; the message names the file and the line or row.
     """
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # reading a named pipe would wait for its writer
+            raise DatasetError(f"the dataset {str(path)!r} is not a file; write its tasks to one")
         # Folders of ``datasets`` are tables too, so this comes before the file is read.
         if path.exists() and is_table_file(path):
             return _refuse_none(_as_json(read_table(path), name=str(path)), path, "row below its header")
-        if path.exists() and not (path.is_file() or path.is_dir()):  # reading a named pipe would wait for its writer
-            raise DatasetError(f"the dataset {str(path)!r} is not a file; write its tasks to one")
         data = path.read_bytes()
         data = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError:

@@ -15,7 +15,7 @@ from agl.errors import DatasetError
 from agl.schemas import Dialect, Json, Reward
 from agl_data.importing.runs import CHANGED_TEXT, Run
 from agl_data.importing.source import Line, read_lines
-from agl_data.importing.values import as_dict, as_text, dicts_in, number_of, whole_ns
+from agl_data.importing.values import as_dict, as_text, dicts_in, ns_of_seconds, number_of, whole_of
 
 _OTHERS = "events that are neither model calls nor rewards"
 
@@ -48,7 +48,7 @@ def _attempt(line: Line) -> str:
 
 def _add(run: Run, number: int, line: Line) -> None:
     event = as_dict(line.value)
-    data, at_ns = as_dict(event["data"]), whole_ns(int((number_of(event.get("timestamp")) or 0) * 1e9))
+    data, at_ns = as_dict(event["data"]), ns_of_seconds(event.get("timestamp"))
     run.lost[CHANGED_TEXT] += int(line.is_changed)
     if event["event_type"] == "model_request":
         _add_call(run, f"call {number}", data, end_ns=at_ns)
@@ -64,7 +64,7 @@ def _add_call(run: Run, key: str, data: dict[str, Json], *, end_ns: int) -> None
     exchange = Exchange(
         request=Request(dialect, msgspec.json.encode(request)),
         request_id=key,
-        status=int(number_of(data.get("http_status")) or 200),
+        status=whole_of(data.get("http_status")) or 200,
         response=msgspec.json.encode(data.get("response")),
         latency_s=latency_s,
     )
@@ -73,4 +73,6 @@ def _add_call(run: Run, key: str, data: dict[str, Json], *, end_ns: int) -> None
         if run.prompt is None and dialect == "chat":
             messages = dicts_in(request["messages"])
             run.prompt = next((each.get("content") for each in messages if each.get("role") == "user"), None)
-        run.add_call(f"{key} {call.request_id}", call, start_ns=end_ns - int(latency_s * 1e9), end_ns=end_ns)
+        run.add_call(
+            f"{key} {call.request_id}", call, start_ns=max(0, end_ns - ns_of_seconds(latency_s)), end_ns=end_ns
+        )
