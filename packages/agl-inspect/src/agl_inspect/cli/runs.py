@@ -188,9 +188,7 @@ async def _rate(store: Store, name: str, reward: Reward) -> str:
     "--older-than", type=seconds_of, metavar="DURATION", help="Only rollouts that finished at least this long ago."
 )
 @click.option("--keep", type=click.IntRange(min=0), help="Always keep this many of the newest finished rollouts.")
-@click.option(
-    "--max-size", type=_bytes_of, metavar="SIZE", help="Stop once the store's data fit into this size, such as 10GB."
-)
+@click.option("--max-size", type=_bytes_of, metavar="SIZE", help="Stop once the data fit into this size, such as 10GB.")
 @click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @reads_store
