@@ -8,7 +8,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast, get_args, get_type_hints
 
 import msgspec
@@ -77,10 +77,8 @@ def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any
     """Build the component; raises :class:`ConfigError`, which names the wrong parameter and the accepted ones."""
     factory = resolve(entry, component, source)
     checked = checked_params(factory, component, params)
-    # Parts that an experiment brings itself belong to no plugin; their callers know better what to say.
-    if not source.module:
-        return factory(**checked)
-    with _blaming(str(entry.factory), component, source, doing="calling"):
+    # What the parts that an experiment brings itself raise is passed on: their callers know better what to say.
+    with _blaming(str(entry.factory), component, source, doing="calling") if source.module else nullcontext():
         made = factory(**checked)
     check_contract(made, entry, component, source)
     return made
