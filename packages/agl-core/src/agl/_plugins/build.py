@@ -101,9 +101,9 @@ def check_contract(made: Any, entry: Entry, component: str, source: Source) -> N
         has = {name for name in names if hasattr(made, name)}
     lacking = [name for name in names if name not in has]
     if lacking:
+        owner, remedy = (f" of the plugin {source.shown_name}", source.remedy) if source.module else ("", "correct it")
         raise BrokenPluginError(
-            f"{component} of the plugin {source.shown_name} lacks {', '.join(lacking)}, which its contract in "
-            f"agl.contracts has; {source.remedy}"
+            f"{component}{owner} lacks {', '.join(lacking)}, which its contract in agl.contracts has; {remedy}"
         )
 
 
