@@ -75,7 +75,7 @@ def test_a_run_of_half_seen_rollouts_only_ends_with_what_to_do(experiment):
     result = run(experiment(steps=1, agent=AGENT, tasks=ALL))
     assert 1 == result.exit_code
     text = " ".join(result.output.split())
-    assert "none of 6 rollouts can be used: 6 unseen calls. There are 6 model calls that" in text
+    assert "none of 6 rollouts can be used: 6 unseen calls. Noticed 6 model calls that" in text
     assert "pigeon.ChatPigeon to loft.example (6)" in text
     assert 'unseen_calls = "accept"' in text
 

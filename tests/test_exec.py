@@ -109,7 +109,7 @@ def test_calls_that_the_programs_framework_saw_and_that_were_not_recorded_are_re
 
     assert 0 == code
     assert (
-        "agl: there are 1 model calls that were not recorded, made by pigeon.ChatPigeon (1). "
+        "agl: noticed 1 model call that was not recorded, made by pigeon.ChatPigeon (1). "
         "A Python program is recorded where its clients use httpx"
     ) in err
     assert "no model call was seen" not in err

@@ -161,7 +161,7 @@ def test_training_leaves_half_recorded_rollouts_out_and_ends_with_what_to_do(unr
     result = CliRunner().invoke(cli, ["run", str(unrecorded("half_requests", trains=True))])
     text = " ".join(result.output.split())
     assert 1 == result.exit_code
-    assert "none of 6 rollouts can be used: 6 unseen calls. There are 6 model calls that were not recorded" in text
+    assert "none of 6 rollouts can be used: 6 unseen calls. Noticed 6 model calls that were not recorded" in text
     assert "requests to 127.0.0.1 (6)" in text
     assert WAY_OUT in text
 
@@ -249,4 +249,4 @@ def test_exec_names_the_client_of_a_program_without_a_record(agl, tmp_path, serv
     process = agl("exec", "--", sys.executable, "-c", program, cwd=tmp_path)
     _, err = process.communicate(timeout=60)
     assert 0 == process.returncode, err
-    assert "agl: there are 1 model calls that were not recorded, made by urllib to 127.0.0.1 (1)." in err
+    assert "agl: noticed 1 model call that was not recorded, made by urllib to 127.0.0.1 (1)." in err

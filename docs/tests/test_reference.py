@@ -138,6 +138,17 @@ def arguments_of(command: click.Command, context: click.Context) -> list[str]:
     return [item.make_metavar(context) for item in command.params if isinstance(item, click.Argument)]
 
 
+def test_lists_of_commands_show_whole_sentences():
+    cut: list[str] = []
+    for path, (command, context) in COMMANDS.items():
+        names = command.list_commands(context) if isinstance(command, click.Group) and command is not cli else []
+        for name in names:
+            room = 80 - 8 - max(map(len, names))  # click's margins in a terminal of 80 columns
+            text = COMMANDS[f"{path} {name}"][0].get_short_help_str(room)
+            cut += [text] if text.endswith("...") else []
+    assert cut == []
+
+
 @pytest.mark.parametrize("path", sorted(COMMANDS))
 def test_command_line_has_every_option_with_its_default(path):
     command, context = COMMANDS[path]

@@ -116,7 +116,7 @@ def source(tmp_path: Path) -> Path:
 def test_copy_has_everything_as_it_was(source, tmp_path):
     target = tmp_path / "to.db"
     done = run(str(source), str(target))
-    assert (0, "copied 2 experiments with 8 rollouts\n") == (done.exit_code, done.stdout), done.output
+    assert (0, "copied 2 experiments, 8 rollouts\n") == (done.exit_code, done.stdout), done.output
     expected, found = use(source, contents), use(target, contents)
     assert 8 == len(found["recordings"])
     assert [True] == [span["is_late"] for span in found["recordings"][0]["spans"] if span.get("is_late")]
@@ -149,9 +149,9 @@ def test_repeated_copy_completes_an_interrupted_one(source, tmp_path):
 
     use(target, begin)
     done = run(str(source), str(target))
-    assert "copied 2 experiments with 5 rollouts; 3 were there already\n" == done.stdout, done.output
+    assert "copied 2 experiments, 5 rollouts; 3 were there already\n" == done.stdout, done.output
     assert use(source, contents) == use(target, contents)
-    assert "copied 2 experiments with 0 rollouts; 8 were there already\n" == run(str(source), str(target)).stdout
+    assert "copied 2 experiments, 0 rollouts; 8 were there already\n" == run(str(source), str(target)).stdout
 
 
 def test_positions_in_the_change_feed_stay_with_their_store(source, tmp_path):

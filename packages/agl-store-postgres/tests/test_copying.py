@@ -65,9 +65,9 @@ def copy(*words: str) -> str:
 def test_store_moves_from_sqlite_to_postgres_and_back(url: str, tmp_path: Path) -> None:
     first, last = tmp_path / "first.db", tmp_path / "last.db"
     asyncio.run(use(SQLiteStore(f"sqlite:///{first}"), fill))
-    assert "copied 1 experiment with 3 rollouts\n" == copy(str(first), url)
-    assert "copied 1 experiment with 0 rollouts; 3 were there already\n" == copy(str(first), url)
-    assert "copied 1 experiment with 3 rollouts\n" == copy(url, str(last))
+    assert "copied 1 experiment, 3 rollouts\n" == copy(str(first), url)
+    assert "copied 1 experiment, 0 rollouts; 3 were there already\n" == copy(str(first), url)
+    assert "copied 1 experiment, 3 rollouts\n" == copy(url, str(last))
 
     stores = (SQLiteStore(f"sqlite:///{first}"), PostgresStore(url), SQLiteStore(f"sqlite:///{last}"))
     expected, on_postgres, back = (asyncio.run(use(store, contents)) for store in stores)

@@ -224,9 +224,10 @@ class PreferenceAlgorithm(Supplied, ABC):
         return examples
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that exactly one policy with reachable weights is tuned; read `data`, or prepare the rollout supply.
+        """Read `data`, or prepare the rollout supply.
 
-        Raises ConfigError if there is both `data` and a source.
+        Raises ConfigError unless exactly one policy is tuned and its weights can be trained in this process; also if
+        there is both `data` and a source.
         """
         self._context = context
         self._tuned.begin(context)
@@ -364,11 +365,11 @@ class DPO(PreferenceAlgorithm):
     """Trains the weights of one policy on pairs of rollouts of one task, the better against the worse.
 
     Args:
-        data: File of `{"prompt": [...], "chosen": [...], "rejected": [...]}` lines, relative to the experiment's file,
-            as `agl data export --format dpo` writes them. Each step learns from the whole file. Empty to learn from
-            rollouts.
-        steps: Number of steps, by default 1. With a source, the most steps; by default the algorithm goes on until the
-            source has no more rollouts.
+        data: Path of a JSON-lines file, relative to the experiment's file. Each line is `{"prompt": [...], "chosen":
+            [...], "rejected": [...]}`, as `agl data export --format dpo` writes it. Each step learns from the whole
+            file. Leave it empty to learn from rollouts.
+        steps: Number of steps; 1 by default. With a source, an upper limit; without `steps`, the algorithm then
+            continues until the source has no more rollouts.
         tasks_per_step: Groups per step, by default 16; refused with a source, which brings its own groups.
         group_size: Rollouts per task, by default 4; refused with a source.
         max_age: With a source, how many versions of the tuned policy a rollout may be behind; -1 for no limit.
@@ -493,19 +494,19 @@ class KTO(PreferenceAlgorithm):
     """Trains the weights of one policy on rollouts that are good or bad by themselves.
 
     Args:
-        data: File of `{"prompt": [...], "completion": [...], "label": true}` lines, relative to the experiment's file,
-            or of pairs as for `dpo`, each a good and a bad answer. Each step learns from the whole file. Empty to learn
-            from rollouts.
-        steps: Number of steps, by default 1. With a source, the most steps; by default the algorithm goes on until the
-            source has no more rollouts.
+        data: Path of a JSON-lines file, relative to the experiment's file. Each line is `{"prompt": [...],
+            "completion": [...], "label": true}`, or a pair as for `dpo`, which counts as one good and one bad answer.
+            Each step learns from the whole file. Leave it empty to learn from rollouts.
+        steps: Number of steps; 1 by default. With a source, an upper limit; without `steps`, the algorithm then
+            continues until the source has no more rollouts.
         tasks_per_step: Groups per step, by default 16; refused with a source, which brings its own groups.
         group_size: Rollouts per task, by default 4; refused with a source.
         max_age: With a source, how many versions of the tuned policy a rollout may be behind; -1 for no limit.
         good_from: Smallest reward of a good rollout; a rollout with less is bad. By default each reward is compared
             with the mean of its group, and a reward equal to the mean teaches nothing.
         beta: Strength of the pull towards the reference: the larger, the less the policy moves away from it.
-        weights: Weights of a good and of a bad rollout; `balanced` gives the rarer kind of a step the larger weight, so
-            that the sums of both kinds are equal.
+        weights: Weights of a good and of a bad rollout. With `balanced`, they are set in each step so that all good
+            rollouts together count as much as all bad ones.
         reference: `start` (the policy when this algorithm began) or `behaviour` (the recorded log-probabilities).
         epochs: Passes over a step's rollouts.
         rollouts_per_update: Rollouts of one optimizer update.

@@ -62,8 +62,8 @@ class RFT(Supplied):
     Args:
         min_reward: Smallest reward of a rollout that is imitated.
         best: Largest number of rollouts that are imitated from one group, the best first; 0 for no limit.
-        steps: Number of steps, by default 1. With a source, the most steps; by default the algorithm goes on until the
-            source has no more rollouts.
+        steps: Number of steps; 1 by default. With a source, an upper limit; without `steps`, the algorithm then
+            continues until the source has no more rollouts.
         tasks_per_step: Groups per step, by default 16; refused with a source, which brings its own groups.
         group_size: Rollouts per task, by default 4; refused with a source.
         sampling: The choice of tasks; `refill` replaces groups without a rollout to imitate. Refused with a source.

@@ -44,7 +44,8 @@ class SFT:
     """Fine-tunes the weights of one policy on the dialogues in a JSON-lines file.
 
     Args:
-        data: File of `{"messages": [...], "tools": [...]}` lines, relative to the experiment's file.
+        data: Path of a JSON-lines file, relative to the experiment's file. Each line is `{"messages": [...], "tools":
+            [...]}`.
         updates: Number of optimizer updates; 0 for one pass over the data.
         batch_size: Dialogues per update.
         updates_per_step: Updates per step; states are saved between steps.
@@ -90,7 +91,7 @@ class SFT:
         return 0, math.ceil(updates / self._updates_per_step)
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Read the dialogues, and check that one policy with reachable weights is tuned."""
+        """Read the dialogues; raises ConfigError unless one policy is tuned whose weights can be trained here."""
         self._context = context
         self._tuned.begin(context, publishes_steps=False)
         self._dialogues = read_dialogues(context.folder / self._data)

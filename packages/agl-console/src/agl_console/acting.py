@@ -1,4 +1,8 @@
-"""Serves sign-in and the actions: a page with a question, a form that only its session can send, and the outcome."""
+"""Serves sign-in and the actions.
+
+For each action, a page asks for confirmation. Its form is accepted only from the session that it was made for. Then a
+page shows the outcome.
+"""
 
 import asyncio
 import logging

@@ -96,7 +96,9 @@ def console(
     token_file: Path | None,
     address: str | None,
 ) -> None:
-    """Look at the runs of STORE in a browser: a URL or a SQLite file; by default $AGL_STORE, or the only runs/*.db.
+    """Look at the runs of STORE in a browser.
+
+    STORE is a URL or a SQLite file; by default $AGL_STORE, or else the file runs/*.db if there is exactly one.
 
     The console only reads, unless --actions lets people who sign in with the admin token act; the token is $AGL_TOKEN,
     or else in --token-file. It answers only to this machine; with another --host it asks for the password in
@@ -149,7 +151,10 @@ def console(
 @pass_manager
 @click.pass_context
 def export(ctx: click.Context, manager: PluginManager, run: str, output: Path | None) -> None:
-    """Write the figures, numbers and settings of RUN, an experiment's name, as one HTML file that needs no other."""
+    """Write the figures, numbers and settings of RUN as one HTML file.
+
+    RUN is the name of an experiment. The file needs no other file.
+    """
     path = output or Path(f"{run}.html")
 
     async def read(store: Store) -> str:

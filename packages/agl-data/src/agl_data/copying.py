@@ -54,7 +54,10 @@ class Copied(Record, frozen=True, kw_only=True, omit_defaults=False):
 @json_option
 @pass_manager
 def copy(manager: PluginManager, source: str, target: str, names: tuple[str, ...], as_json: bool) -> None:
-    """Copy experiments to another store: rollouts, attempts, spans, resources, labels, metrics, states, ledgers."""
+    """Copy experiments to another store.
+
+    The copy has their rollouts, attempts, spans, resources, labels, metrics, states and ledgers.
+    """
     found = resolve_url(source)
 
     async def work(store: Store) -> Copied:

@@ -13,21 +13,23 @@ class EmbeddedSettings:
     Attributes:
         host: Address to listen on; keep it local unless the network is trusted.
         port: Port to listen on; 0 takes any free one.
-        spool: Folder for calls that the store does not accept at once, or ``off``; by default in this user's state
-            folder for a store on another machine, and off for a SQLite file or memory.
-        tls_cert: Certificate chain in PEM; listen only with TLS. Read again when the file changes.
+        spool: Folder for calls that the store does not accept at once, or ``off``. By default, the spool is off for a
+            SQLite file or memory. For any other store, it is in this user's state folder.
+        tls_cert: Certificate chain in PEM. With it, the gateway accepts only TLS connections. The file is read again
+            when it changes.
         tls_key: Private key of the certificate in PEM, unless it is in the same file.
         audit_log: Append a line of JSON to this file for each privileged action.
         timeout_s: Seconds that a backend may be silent.
         max_answer: Largest answer of a backend in bytes, which the gateway holds in memory until it is recorded.
-        max_calls: Model calls that one attempt may make; conversations have no limit.
-        max_spans: Spans that one attempt may append with its token.
+        max_calls: Most model calls that one attempt may make; conversations have no limit.
+        max_spans: Most spans that one attempt may append, using its access token.
         helpers: Whether calls of coding agents for titles, summaries and the like are marked as helper calls, which
             train only where ``agents`` selects them.
-        helper_match: Mark calls whose opening matches this regular expression as helper calls, which do not train.
+        helper_match: If this regular expression matches the start of a conversation, its first call is a helper call
+            and does not train.
         spool_after_s: Seconds that the store may take for a call before the call goes to the spool, if there is one.
-        native_apis: Pass calls of this API to policies in training unchanged, because their server returns token ids
-            in it; other calls are translated to chat completions.
+        native_apis: Pass calls of this API unchanged to policies in training; use it if their server returns token ids
+            in this API. Otherwise such calls are translated to chat completions. Repeatable.
     """
 
     host: str = "127.0.0.1"
@@ -52,9 +54,10 @@ class Share:
 
     Attributes:
         base_rate: Share of conversations to record, from 0 to 1, chosen by their ids.
-        reward_threshold: Also keep conversations outside that share whose reward reaches this.
-        reward_wait_s: How long to wait for that reward after a conversation's end.
-        max_spans_per_minute: Record no further conversation in a minute with this many recorded calls; 0 for no limit.
+        reward_threshold: If the reward of a conversation outside the base rate reaches this value, keep it too.
+        reward_wait_s: How long to wait for that reward after a conversation has ended.
+        max_spans_per_minute: After this many recorded calls within a minute, record no new conversation; 0 for no
+            limit.
     """
 
     base_rate: float = 1.0
@@ -78,11 +81,11 @@ class Settings(EmbeddedSettings):
     """All settings of a gateway.
 
     Attributes:
-        advertise: Name under which other gateways of the store reach this one; by default the host, or this machine's
-            address if the host stands for every address.
+        advertise: Name under which other gateways of the same store reach this one. By default, it is the host; if
+            the host is 0.0.0.0 or ::, it is this machine's address.
         conversation_idle_s: Time without a call after which a conversation ends.
         is_status_protected: Require the admin token for ``/metrics`` and ``/openapi.json``.
-        known_hosts: Also answer ``/metrics`` and ``/openapi.json`` without a token for this host name.
+        known_hosts: Host name for which ``/metrics`` and ``/openapi.json`` also answer without a token. Repeatable.
         max_body: Largest request body in bytes.
         max_bodies: Bytes of all request bodies above 1 MiB that are held at once.
         bodies_wait_s: Seconds that a further large body waits for the others.

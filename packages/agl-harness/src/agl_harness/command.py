@@ -33,7 +33,7 @@ def harness() -> None:
 @harness.command("list")
 @json_option
 def list_(as_json: bool) -> None:
-    """List the harnesses, the installed programs, and when each harness was tried."""
+    """List the harnesses, their programs, and when each was tried."""
     found = [(entry, locate(entry)) for entry in load_table().values()]
     if as_json:
         print_json([_as_json(entry, program) for entry, program in found])
@@ -44,7 +44,10 @@ def list_(as_json: bool) -> None:
 @harness.command("install")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 def install_(names: Sequence[str]) -> None:
-    """Install harnesses from npm or PyPI, each into a folder of its own."""
+    """Install harnesses from npm or PyPI.
+
+    Each gets a folder of its own.
+    """
     for name in names:
         entry = find(name, folder=Path())
         program = install(entry)
@@ -52,8 +55,13 @@ def install_(names: Sequence[str]) -> None:
 
 
 @harness.command("run", context_settings={"ignore_unknown_options": True})
-@click.option("--store", "url", default=None, help="Where to keep the record.  [sqlite:///runs/agl.db]")
-@click.option("--upstream", default=None, envvar="OPENAI_BASE_URL", help="Where the model is.  [$OPENAI_BASE_URL]")
+@click.option("--store", "url", default=None, help="Store for the record.  [sqlite:///runs/agl.db]")
+@click.option(
+    "--upstream",
+    default=None,
+    envvar="OPENAI_BASE_URL",
+    help="Address for the model calls of the harness.  [$OPENAI_BASE_URL]",
+)
 @click.option("--model", required=True, help="Name of the model.")
 @click.option("--workspace", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Folder to copy.")
 @click.option("--timeout", "timeout_s", type=float, default=None, help="Seconds after which it is stopped.")
@@ -70,9 +78,10 @@ def run(
     name: str,
     task: str,
 ) -> None:
-    """Run NAME once on TASK and record its model calls, as agl exec does.
+    """Run NAME once on TASK and record its model calls.
 
-    It works in a copy of the folder --workspace, or in an empty one, which stays for you to look at.
+    The record is the same as that of agl exec. The harness works in a copy of the folder --workspace, or in an empty
+    one, which stays for you to look at.
     """
     entry = find(name, folder=Path())
     require(entry)
@@ -98,7 +107,7 @@ def run(
 @click.argument("tasks")
 @json_option
 def oracle(tasks: str, without: Sequence[Lack], as_json: bool) -> None:
-    """Run the solutions of Harbor tasks, and print the reward that their tests give each.
+    """Run the solutions of Harbor tasks, and print their rewards.
 
     TASKS is a task folder, a folder of them, or a pattern for them. The exit status is 1 if a reward is below 1.
     """
@@ -115,9 +124,10 @@ def oracle(tasks: str, without: Sequence[Lack], as_json: bool) -> None:
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @json_option
 def doctor(names: Sequence[str], as_json: bool) -> None:
-    """Check that harnesses are installed and run: each gets one task, which a scripted model answers.
+    """Check that harnesses are installed and run.
 
-    By default the installed ones are checked. The exit status is 1 if one does not work.
+    Each gets one task, which a scripted model answers. By default all installed harnesses are checked. The exit status
+    is 1 if one does not work.
     """
     table = load_table()
     chosen = names or [name for name, entry in table.items() if locate(entry)]

@@ -39,7 +39,8 @@ ray_option = click.option(
     "--ray",
     "ray_address",
     metavar="auto|ADDRESS",
-    help="Run the agents on a Ray cluster: HOST:PORT, or auto for the one on this machine, else a new one.",
+    help="Run the agents on the Ray cluster at HOST:PORT. auto uses the cluster at $RAY_ADDRESS; without this "
+    "variable, it uses the cluster on this machine or starts a new one.",
 )
 """The command-line option ``--ray``, which places an experiment's workers on a Ray cluster."""
 

@@ -182,7 +182,11 @@ class Supplied:
     _tuned: TunedPolicy
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that exactly one policy with reachable weights is tuned, and that no supply setting is ignored."""
+        """Prepare the policy and the supply.
+
+        Raises ConfigError unless exactly one policy is tuned, its weights can be trained in this process, and every
+        supply setting has an effect.
+        """
         self._context = context
         self._tuned.begin(context)
         self._supply.begin(context)

@@ -18,7 +18,6 @@ import torch
 from agl_algo_torch.learner.model import computing
 from agl_algo_torch.learner.scoring import bare, trunk
 from agl_algo_torch.learner.typed_torch import split_sizes
-from agl_algo_torch.serving.kvcache import has_sliding_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,6 +73,9 @@ def _is_plain(base: Any) -> bool:
     config: Any = getattr(base, "config", None)
     if config is None or config._attn_implementation not in ("sdpa", _ATTENTION):
         return False
+    # Imported here, because it imports transformers, which takes seconds, and a check of settings needs neither.
+    from agl_algo_torch.serving.kvcache import has_sliding_window
+
     return not has_sliding_window(base) and getattr(config.get_text_config(), "attention_chunk_size", None) is None
 
 

@@ -88,8 +88,9 @@ class TunedPolicy:
         self._behind: Behind | None = None  # the older checkpoint that training went back to, until the next one
 
     def begin(self, context: AlgorithmContext, *, publishes_steps: bool = True) -> None:
-        """Prepare the policy for a run; raises ConfigError unless one policy with reachable weights is tuned.
+        """Prepare the policy for a run.
 
+        Raises ConfigError unless exactly one policy is tuned and its weights can be trained in this process.
         `publishes_steps` is false for an algorithm that does not publish in every step.
         """
         self._context = context
@@ -356,7 +357,7 @@ class OnPolicy:
     _steps: int
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that exactly one policy with reachable weights is tuned, and that there are training tasks."""
+        """Prepare a run; raises ConfigError unless one policy that can be trained here is tuned and there are tasks."""
         self._context = context
         self._tuned.begin(context)
         check_tasks(context, algorithm=self._tuned.algorithm)

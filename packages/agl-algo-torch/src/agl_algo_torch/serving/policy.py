@@ -32,7 +32,7 @@ from agl_algo_torch.serving.prompting import PromptThreads
 from agl_algo_torch.serving.server import PolicyServer, PolicyServerSettings
 from agl_algo_torch.serving.templates import PromptBuilder
 from agl_algo_torch.serving.toolcalls import read_format
-from agl_algo_torch.serving.weight_swap import Exchange, ServedWeights
+from agl_algo_torch.serving.weight_swap import ServedWeights, Swap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -113,7 +113,7 @@ class TorchPolicy:
         stops = loaded.tokenizer.convert_ids_to_tokens(sorted(loaded.stop_ids))
         self._format = read_format(loaded.tokenizer, tool_parser=self._settings.tool_parser, stop_texts=stops)
         self._weights = ServedWeights(loaded, merges=self._settings.merge_adapters)
-        self._exchanging = asyncio.Lock()
+        self._swapping = asyncio.Lock()
         self._offered: tuple[Weights, LoadedModel | Mapping[str, Tensor] | HeldAdapter] | None = None
         limits = EngineSettings(max_rows=max_rows, max_waiting=max_waiting, prefix_bytes=prefix_mb * 2**20, seed=seed)
         self._engine = Engine(loaded.model, settings=limits)
@@ -202,13 +202,13 @@ class TorchPolicy:
                 f"The policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
                 f"{type(weights).__name__}. Let an algorithm that trains weights tune it."
             )
-        async with self._exchanging:
+        async with self._swapping:
             offered, self._offered = self._offered, None
             if offered is not None and offered[0] == weights:
-                exchange = await asyncio.to_thread(self._weights.take, offered[1])
+                swap = await asyncio.to_thread(self._weights.take, offered[1])
             else:
-                exchange = await asyncio.to_thread(self._weights.read, weights)
-            await self._swap(exchange, version.version)
+                swap = await asyncio.to_thread(self._weights.read, weights)
+            await self._swap(swap, version.version)
         return self._served()
 
     def _served(self) -> ServedModel:
@@ -225,13 +225,13 @@ class TorchPolicy:
         Requests in flight finish on the old weights, for at most `drain_s` seconds, while new ones wait.
         If names or shapes differ from the model's, the old weights stay, and this raises ConfigError.
         """
-        async with self._exchanging:
+        async with self._swapping:
             await self._swap(self._weights.whole(state), version, drain_s=drain_s)
 
-    async def _swap(self, exchange: Exchange, version: str, *, drain_s: float | None = None) -> None:
+    async def _swap(self, swap: Swap, version: str, *, drain_s: float | None = None) -> None:
         drain = self._settings.drain_s if drain_s is None else drain_s
         self._engine.start()
-        done = self._engine.swap(lambda _: self._weights.apply(exchange), version=version, drain_s=drain)
+        done = self._engine.swap(lambda _: self._weights.apply(swap), version=version, drain_s=drain)
         await asyncio.wrap_future(done)
 
     def health(self) -> dict[str, Any]:

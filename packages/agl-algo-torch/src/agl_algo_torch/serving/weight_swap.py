@@ -1,4 +1,4 @@
-"""The weights that a policy serves, exchanged in place: all weights, or only a LoRA adapter while the base stays.
+"""The weights that a policy serves, swapped in place: all weights, or only a LoRA adapter while the base stays.
 
 An adapter is served next to its base, as in training, unless the policy merges adapters. A new version then takes only
 the time and memory of an adapter, and bfloat16 does not round away small changes. An adapter that is more than a pair
@@ -56,7 +56,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class Swap:
     """A change of weights.
 
     Attributes:
@@ -71,7 +71,7 @@ class Exchange:
 
 
 class ServedWeights:
-    """Prepares and applies exchanges of the weights of one served model; only one exchange at a time.
+    """Prepares and applies swaps of the weights of one served model; only one swap at a time.
 
     With `merges` every adapter is merged into its base.
     """
@@ -83,16 +83,16 @@ class ServedWeights:
         self._place = _place(loaded.name)
         self._added: list[RemovableHandle] = []
 
-    def read(self, weights: Weights) -> Exchange:
-        """Return the exchange for weights on disk; raises ConfigError if they cannot be read or do not fit. Blocks."""
+    def read(self, weights: Weights) -> Swap:
+        """Return the swap for weights on disk; raises ConfigError if they cannot be read or do not fit. Blocks."""
         is_beside = weights.format == "lora" and not self._merges
         adapter = _read_adapter(weights, self._model) if is_beside else None
         if adapter is None:
             return self.whole(read_weights(weights, like=self._model.state_dict()), place=_place(weights.uri))
         return self._beside(adapter, base=weights.base_model)
 
-    def take(self, held: LoadedModel | Mapping[str, Tensor] | HeldAdapter) -> Exchange:
-        """Return the exchange for weights in memory: a model, its state or adapter. Raises as `read` does. Blocks."""
+    def take(self, held: LoadedModel | Mapping[str, Tensor] | HeldAdapter) -> Swap:
+        """Return the swap for weights in memory: a model, its state or adapter. Raises as `read` does. Blocks."""
         if isinstance(held, HeldAdapter):
             return self._adapted(held)
         if not isinstance(held, LoadedModel):
@@ -102,7 +102,7 @@ class ServedWeights:
         adapter = None if self._merges else _held_adapter(held, self._model)
         return self.whole(served_state(held.model)) if adapter is None else self._beside(adapter, base=held.name)
 
-    def _adapted(self, held: HeldAdapter) -> Exchange:
+    def _adapted(self, held: HeldAdapter) -> Swap:
         adapter = _adapter(held.config, held.tensors, self._model)
         if adapter is None:
             raise ConfigError(
@@ -117,26 +117,26 @@ class ServedWeights:
             state[layer] = (state[layer].float() + adapter.scale * up.float() @ down.float()).to(state[layer].dtype)
         return self.whole(state)
 
-    def _beside(self, adapter: Adapter, *, base: str) -> Exchange:
+    def _beside(self, adapter: Adapter, *, base: str) -> Swap:
         place = _place(base)
         if place == self._place:
-            return Exchange(place=place, adapter=adapter)
+            return Swap(place=place, adapter=adapter)
         own = self._model.state_dict()
-        return Exchange(base=self._fitting(read_weights(Weights(uri=base), like=own)), place=place, adapter=adapter)
+        return Swap(base=self._fitting(read_weights(Weights(uri=base), like=own)), place=place, adapter=adapter)
 
-    def whole(self, state: Mapping[str, Tensor], *, place: str = "") -> Exchange:
-        """Return the exchange that replaces all weights; raises ConfigError unless names and shapes fit the model."""
-        return Exchange(base=self._fitting(state), place=place)
+    def whole(self, state: Mapping[str, Tensor], *, place: str = "") -> Swap:
+        """Return the swap that replaces all weights; raises ConfigError unless names and shapes fit the model."""
+        return Swap(base=self._fitting(state), place=place)
 
-    def apply(self, exchange: Exchange) -> None:
-        """Apply an exchange to the model, which must not compute at the same time."""
-        if exchange.base:
+    def apply(self, swap: Swap) -> None:
+        """Apply a swap to the model, which must not compute at the same time."""
+        if swap.base:
             self._place = ""  # an error would leave the base partly written
-            copy_into(self._model.state_dict(), exchange.base)
-        self._place = exchange.place
+            copy_into(self._model.state_dict(), swap.base)
+        self._place = swap.place
         for handle in self._added:
             handle.remove()
-        self._added = [] if exchange.adapter is None else _add(self._model, exchange.adapter)
+        self._added = [] if swap.adapter is None else _add(self._model, swap.adapter)
 
     def _fitting(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         problems = misfits(self._model.state_dict(), state)

@@ -62,7 +62,7 @@ class VERL(VerlTraining):
         self._live = ""  # the version whose weights a step began to train
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that exactly one policy with reachable weights is tuned and that there are tasks.
+        """Check that there are tasks and that exactly one policy is tuned, whose weights can be trained here.
 
         Logs the keys that are overruled. Raises ConfigError for a run that cannot be trained here.
         """

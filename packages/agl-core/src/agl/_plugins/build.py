@@ -89,7 +89,11 @@ def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any
 def check_contract(made: Any, entry: Entry, component: str, source: Source) -> None:
     """Raise :class:`BrokenPluginError` if a component, or its class, lacks a part of its contract."""
     contract = next((contract for kind, contract in CONTRACTS.items() if isinstance(entry, kind)), object)
-    required = vars(contracts.Sink if contract is contracts.Exporter and hasattr(made, "begin") else contract)
+    if contract is contracts.Exporter and hasattr(made, "begin"):
+        contract = contracts.Sink
+    if contract is contracts.Runner and hasattr(made, "deploy"):
+        contract = object  # a fleet, whose contract is agl_run's
+    required = vars(contract)
     names = [name for name in required if name == "__call__" or not name.startswith("_")]
     if isinstance(made, type):
         has = {name for base in made.__mro__ for name in vars(base)}  # not by hasattr: every class can be called

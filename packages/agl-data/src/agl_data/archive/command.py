@@ -40,7 +40,10 @@ _own_store_option = click.option("--store", "store_url", help="URL of the store,
 @_own_store_option
 @click.option("--experiment", "experiments", multiple=True, help="Only rollouts of this experiment; repeatable.")
 @click.option(
-    "--older-than", type=seconds_of, metavar="DURATION", help="Only rollouts that finished longer ago, such as 30d."
+    "--older-than",
+    type=seconds_of,
+    metavar="DURATION",
+    help="Only rollouts that finished longer ago than this, such as 30d.",
 )
 @click.option("--status", type=click.Choice(FINISHED), multiple=True, help="Only this status; repeatable.")
 @click.option("--remove", "is_removing", is_flag=True, help="Remove rollouts once they are archived and verified.")
@@ -60,10 +63,10 @@ def archive(
     is_dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Write finished rollouts as Parquet files to URL: a folder, or s3://, gs:// or az:// with their packages.
+    """Write finished rollouts as Parquet files to URL.
 
-    Rollouts that the archive already has are left out, so repeating the command continues it. DuckDB and pandas read
-    the files.
+    URL is a folder, or an address with s3://, gs:// or az://, which needs a package for that storage. Rollouts that the
+    archive already has are left out, so repeating the command continues it. DuckDB and pandas read the files.
     """
     from agl_data.archive.archiving import Choice
 
@@ -96,9 +99,10 @@ def restore(
     is_dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Restore archived rollouts into a store: the named rollouts (ids or unique beginnings), or all of them.
+    """Restore archived rollouts into a store.
 
-    A rollout that the store has already stays; one with other contents is refused before its part is written.
+    ROLLOUT is an id or a unique beginning of one; without any, all rollouts are restored. A rollout that the store has
+    already stays; one with other contents is refused before its part is written.
     """
     from agl_data.archive.places import Place
     from agl_data.archive.restoring import find_parts

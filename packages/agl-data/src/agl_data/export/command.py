@@ -78,11 +78,13 @@ def export(
     mode: str | None,
     chosen: SpanQuery | None,
 ) -> None:
-    """Write rollouts as JSON lines: the named rollouts (ids, unique beginnings, latest), or all that match the filters.
+    """Write rollouts as JSON lines.
+
+    IDS are ids, unique beginnings of ids, or latest; without any, all rollouts that match the filters are written.
 
     --span, --agent and --kind select the spans that --format spans writes, from the deciding attempts. With --format
-    text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label; the newest
-    version counts by default.
+    text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label; by default the
+    newest version is written.
     """
     if form in (*_OF_RESOURCES, "model"):
         _export_resources(manager, store_url, rollout_ids, form, output)

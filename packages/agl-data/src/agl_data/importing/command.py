@@ -74,9 +74,10 @@ def import_runs(
     is_dry: bool,
     as_json: bool,
 ) -> None:
-    """Import runs of other tools as rollouts, from files or from all files in folders.
+    """Import runs of other tools as rollouts.
 
-    Importing a run again only adds rewards that were missing. Files are checked before anything is written.
+    PATH is a file, or a folder whose files are all read. Importing a run again only adds rewards that were missing.
+    Files are checked before anything is written.
     """
     files, lost = find_files(paths, form)
     task_field = "" if task_from == FIRST_USER else task_from
@@ -111,7 +112,7 @@ async def _import(
 
 
 def report(done: Imported, url: str) -> Iterator[str]:
-    """Yield the lines that describe an import: the records that arrived, the losses, and the next command."""
+    """Yield the report's lines: what was imported, what was left out or incomplete, and the next command."""
     sources = ", ".join(f"{count_of(count, 'file')} of {name}" for name, count in done.files.items())
     ids = f", {done.calls_with_ids} with token ids" if done.calls_with_ids else ""
     yield (

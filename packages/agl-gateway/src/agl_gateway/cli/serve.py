@@ -76,7 +76,7 @@ def _setting(flag: str, name: str = "", **given: Any) -> Callable[[F], F]:
     "--split",
     "split_text",
     metavar="LABEL=SHARE,LABEL=SHARE",
-    help="Share of rollouts and conversations that get each label's versions; name the baseline first.",
+    help="Give each label's versions to this share of rollouts and conversations. Name the baseline first.",
 )
 @_setting("--conversation-idle", "conversation_idle_s", type=seconds_of, default="30m", metavar="DURATION")
 @_setting("--base-rate", type=click.FloatRange(0, 1), metavar="SHARE")
@@ -101,10 +101,12 @@ def _setting(flag: str, name: str = "", **given: Any) -> Callable[[F], F]:
     "--older-than",
     type=seconds_of,
     metavar="DURATION",
-    help="Remove rollouts that finished longer ago than this, such as 30d, at the start and every hour.",
+    help="At the start and every hour, remove rollouts that finished longer ago than this, such as 30d.",
 )
 @click.option(
-    "--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts, and remove the others."
+    "--keep",
+    type=click.IntRange(min=0),
+    help="Always keep this many of the newest finished rollouts. Without --older-than, all others are removed.",
 )
 @click.pass_context
 def serve(

@@ -43,11 +43,11 @@ def split_(
     store_url: str | None,
     as_json: bool,
 ) -> None:
-    """Report the rewards of the arms LABELS of a serving split, the baseline first; by default production, candidate.
+    """Report the rewards of the arms of a serving split.
 
-    The report counts finished rollouts that a split divided between the versions that the labels name now. A failed
-    rollout counts 0, and one without a reward is left out. With --promote the first label moves to the second one's
-    version of NAME, if that is better.
+    LABELS are the arms, the baseline first; by default production and candidate. The report counts finished rollouts
+    that a split divided between the versions that the labels name now. A failed rollout counts 0, and one without a
+    reward is left out. With --promote the first label moves to the second one's version of NAME, if that is better.
     """
     names = labels or _DEFAULT
     if len(set(names)) < 2 or len(set(names)) < len(names):

@@ -276,7 +276,7 @@ class GoogleTranslation:
         return chat_request(request, model=self._model, is_streamed=self._is_streamed)
 
     def answer(self, body: bytes) -> bytes:
-        """Return a chat completion's choices as the candidates of one answer."""
+        """Translate a complete (not streamed) chat completion to a response of ``generateContent``."""
         given = object_of(body)
         candidates = [_answer_of(choice) for choice in objects_in(given.get("choices"))]
         return msgspec.json.encode({"candidates": candidates, **_about(given, self._model)})

@@ -190,7 +190,7 @@ class MessagesTranslation:
         return asked
 
     def answer(self, body: bytes) -> bytes:
-        """Return a chat completion as one message."""
+        """Translate a complete (not streamed) chat completion to a response of the messages API."""
         given = object_of(body)
         choice = first_choice(given)
         pieces = pieces_of(as_object(choice.get("message")))

@@ -295,7 +295,7 @@ class ResponsesTranslation:
         return read.request
 
     def answer(self, body: bytes) -> bytes:
-        """Return a chat completion as one response."""
+        """Translate a complete (not streamed) chat completion to a response of the responses API."""
         given = object_of(body)
         choice = first_choice(given)
         pieces = pieces_of(as_object(choice.get("message")))

@@ -26,7 +26,9 @@ from agl_inspect.terminal.program import Modes
 _run_option = click.option(
     "--run", type=RUN, metavar="N|all", help="Only this run, counted from 1, or all; the newest by default."
 )
-_algorithm_option = click.option("--algorithm", help="Only metrics of this algorithm; validate has the validations.")
+_algorithm_option = click.option(
+    "--algorithm", help="Only metrics of this algorithm; validate selects the validations."
+)
 _name_option = click.option("--name", "names", multiple=True, help="Only these metrics, with * and ?; repeatable.")
 
 

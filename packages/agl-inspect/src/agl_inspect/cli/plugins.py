@@ -70,9 +70,10 @@ def show(manager: PluginManager, name: str, as_json: bool) -> None:
 @pass_manager
 @click.pass_context
 def check(ctx: click.Context, manager: PluginManager, name: str | None, as_json: bool) -> None:
-    """Import every component and report errors, such as a missing method; exit status 1 if there are any.
+    """Import every component and report errors.
 
-    A component whose extra is not installed is listed, but is not an error.
+    A missing method is such an error. If there are any, the exit status is 1. A component whose extra is not installed
+    is listed, but is not an error.
     """
     statuses = [_named(manager, name)] if name else manager.status()
     findings = [finding for status in statuses for finding in _findings(manager, status)]

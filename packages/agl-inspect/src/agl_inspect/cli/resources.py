@@ -67,9 +67,10 @@ def resources() -> None:
 @click.option("--why", is_flag=True, help="List the candidates of NAME's searches, with decisions and costs.")
 @reads_store
 def list_(store: Reading, name: str | None, candidates: bool, why: bool) -> None:
-    """List the newest version of every resource, or all versions of NAME, oldest first.
+    """List the newest versions of resources, or all versions of NAME.
 
-    Weights that were only served from memory are marked "not saved".
+    The versions of NAME are listed from the oldest to the newest. Weights that were only served from memory are marked
+    "not saved".
 
     With --why, list every candidate that a prompt search made for NAME, including candidates refused before they ran:
     its parents, its origin, the decision and its reason, and the rollouts and questions to the optimiser's model that
@@ -103,7 +104,9 @@ def _list_candidates(store: Reading, name: str | None) -> None:
 @click.argument("version", required=False)
 @reads_store
 def show_(store: Reading, name: str, version: str | None) -> None:
-    """Show VERSION of NAME (a version, a label or a candidate; by default the newest) with its lineage and labels.
+    """Show a version of NAME with its lineage and labels.
+
+    VERSION is a version, a label or a candidate; by default the newest version.
 
     For a version that a prompt search made, also show the candidate: the critique behind it, the rollouts that its
     critic saw, every gate with its numbers, the decision, and the costs.
@@ -125,7 +128,10 @@ def show_(store: Reading, name: str, version: str | None) -> None:
 @store_option
 @pass_manager
 def publish_(manager: PluginManager, name: str, file: Path, store_url: str | None) -> None:
-    """Publish the text in FILE as the next version of the prompt NAME, which rollouts get from now on."""
+    """Publish the text in FILE as the next version of the prompt NAME.
+
+    Rollouts that start later get this version.
+    """
     text = file.read_text(encoding="utf-8").strip()
     version = with_store(manager, store_url, lambda store: _publish(store, name, text))
     echo(f"published {name} {version}")
@@ -164,8 +170,8 @@ def report_(
     """Report on the prompt search that tuned NAME, as Markdown.
 
     It holds the reason for the end, the scores of the first text and of the winner with their intervals on validation
-    and test tasks, the costs, both texts and their difference, and a table of all candidates. Of several runs the
-    newest counts.
+    and test tasks, the costs, both texts and their difference, and a table of all candidates. It covers the newest
+    run.
     """
     text = with_store(manager, store_url, lambda store: report(store, name, experiment=experiment))
     if output is None:
@@ -185,7 +191,10 @@ def report_(
 @store_option
 @pass_manager
 def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_url: str | None) -> None:
-    """Compare the version or label OLD of NAME with NEW, by default the newest. Exit status 1 when they differ."""
+    """Show the difference between two versions of NAME.
+
+    OLD and NEW are versions or labels; by default, NEW is the newest version. If they differ, the exit status is 1.
+    """
 
     async def work(store: Store) -> list[str]:
         before, after = await shown(store, name, old), await shown(store, name, new)
@@ -270,7 +279,10 @@ def promote(
 @_label_option
 @reads_store
 def rollback(store: Reading, name: str, label: str) -> None:
-    """Point a label back at its previous version; each repetition goes one version further back."""
+    """Point a label back at its previous version.
+
+    Each repetition goes one version further back.
+    """
     made = store.read(lambda opened: labels.move_back(opened, name, label))
     store.show(made, lambda: [f"{name}: {label} is now {made.version} ({made.reason})"])
 
@@ -283,10 +295,11 @@ def rollback(store: Reading, name: str, label: str) -> None:
 @click.option("--confidence", type=_confidence, default=0.95, show_default=True, help="Confidence of the interval.")
 @reads_store
 def compare_(store: Reading, name: str, old: str, new: str, experiment: str | None, confidence: float) -> None:
-    """Compare the rewards of rollouts that ran with the versions or labels OLD and NEW of NAME.
+    """Compare the rewards of two versions of NAME.
 
-    If both were validated on the same tasks, the validations are paired by task, with Student's interval of the
-    differences. Otherwise all rollouts count, with Welch's interval of the difference of means; the output says which.
+    OLD and NEW are versions or labels. If both were validated on the same tasks, the validations are paired by task,
+    with Student's interval of the differences. Otherwise all rollouts that ran with them are compared, with Welch's
+    interval of the difference of means; the output says which.
     """
 
     async def work(opened: Store) -> Sequence[Arm]:

@@ -144,7 +144,10 @@ def _refuse_options(ctx: click.Context) -> None:
 @click.option("--force", is_flag=True, help="Also remove rollouts of an experiment that could still be resumed.")
 @pass_manager
 def remove(manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str | None, force: bool) -> None:
-    """Remove finished rollouts with their attempts and spans; a unique beginning of an id is enough."""
+    """Remove finished rollouts by id.
+
+    Their attempts and spans are removed too. A unique beginning of an id is enough.
+    """
     count = with_store(manager, store_url, lambda store: _remove(store, rollout_ids, force=force))
     click.echo(f"removed {count_of(count, 'rollout')}")
 
@@ -156,9 +159,9 @@ def remove(manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str 
 @store_option
 @pass_manager
 def rate(manager: PluginManager, rollout_id: str, rating: str, feedback: str, store_url: str | None) -> None:
-    """Add a person's reward to a finished rollout: up counts as 1, down as 0.
+    """Add a person's reward to a finished rollout.
 
-    An evaluator's reward of the same rollout goes before it.
+    up gives the reward 1, down gives 0. If an evaluator or the environment also gave a reward, that one trains instead.
     """
     try:
         value = {"up": 1.0, "down": 0.0}[rating] if rating in ("up", "down") else float(rating)
@@ -182,12 +185,10 @@ async def _rate(store: Store, name: str, reward: Reward) -> str:
 
 @runs.command("gc")
 @click.option(
-    "--older-than", type=seconds_of, metavar="DURATION", help="Only rollouts that finished longer ago, such as 7d."
+    "--older-than", type=seconds_of, metavar="DURATION", help="Only rollouts that finished at least this long ago."
 )
-@click.option("--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts.")
-@click.option(
-    "--max-size", type=_bytes_of, metavar="SIZE", help="Remove only until the store's data fit, such as 10GB."
-)
+@click.option("--keep", type=click.IntRange(min=0), help="Always keep this many of the newest finished rollouts.")
+@click.option("--max-size", type=_bytes_of, metavar="SIZE", help="Stop once the data fit into this size, such as 10GB.")
 @click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @reads_store
@@ -199,7 +200,10 @@ def collect_garbage(
     experiment: str | None,
     dry_run: bool,
 ) -> None:
-    """Remove old finished rollouts, never those that an unfinished experiment needs, and return their space."""
+    """Remove old finished rollouts and return their space.
+
+    Rollouts that an unfinished experiment needs are never removed.
+    """
     limits = RetentionLimits.of(older_than, keep, max_size)
     if limits is None:
         raise ConfigError("gc needs a limit: pass --older-than 7d, --keep 1000, --max-size 10GB, or several")
@@ -228,9 +232,10 @@ def collect_garbage(
 @runs.command("vacuum")
 @reads_store
 def vacuum(store: Reading) -> None:
-    """Return all space of removed rollouts to the file system, including the space that gc leaves for new rollouts.
+    """Return unused space to the file system.
 
-    Nothing else can use the store meanwhile, so the command is refused while rollouts or an experiment run.
+    This includes the space that gc leaves for new rollouts. Nothing else can use the store meanwhile, so the command is
+    refused while rollouts or an experiment run.
     """
     done = store.read(_vacuum)
     store.show(done, lambda: [_sizes(done)])
@@ -321,10 +326,10 @@ async def _remove(store: Store, names: Sequence[str], *, force: bool) -> int:
 @click.option("--experiment", help="Only processes of this experiment.")
 @reads_store
 def workers(store: Reading, experiment: str | None) -> None:
-    """List the trainers and workers of the store's experiments, and whether they are busy, idle or gone.
+    """List trainers and workers, and their state.
 
-    A trainer or worker reports every four seconds; without a report for 15 seconds, or with its process ended on this
-    machine, it is gone.
+    Each is busy, idle or gone. A trainer or worker reports every four seconds. It is gone after 15 seconds without a
+    report, or once its process on this machine has ended.
     """
     found = store.read(lambda opened: list_workers(opened, experiment))
     if store.as_json:

@@ -34,7 +34,7 @@ class _RunSuggestions(Record, frozen=True, kw_only=True, omit_defaults=False):
 def suggest(store: Reading, experiment: str | None, run: int | None) -> None:
     """Report what keeps EXPERIMENT from learning, with the numbers that show it and the setting to change.
 
-    The only experiment of the store by default. It reads the metrics of a running or finished run, and changes
+    By default, EXPERIMENT is the only one of the store. It reads the metrics of a running or finished run, and changes
     nothing.
     """
     wanted = (experiment,) if experiment else ()

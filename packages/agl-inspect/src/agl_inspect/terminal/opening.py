@@ -50,7 +50,8 @@ store_option = click.option(
     "--store",
     "store_url",
     envvar="AGL_STORE",
-    help="URL of the store, or a SQLite file; by default $AGL_STORE, or the only runs/*.db.",
+    help="URL of the store, or a SQLite file; by default $AGL_STORE, or else the file runs/*.db if there is "
+    "exactly one.",
 )
 """Decorator that adds ``--store`` to a command, which gets the value as ``store_url``; see :func:`with_store`."""
 

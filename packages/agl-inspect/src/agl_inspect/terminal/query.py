@@ -185,7 +185,7 @@ async def read_one(store: Store, rollout_id: str, *, spans: SpanChoice = "decidi
 
 
 def deciding(rollout: Rollout, attempts: list[Attempt]) -> Attempt | None:
-    """Return the running or deciding attempt of a rollout; ``None`` before the first attempt."""
+    """Return the attempt that is running or that decided the outcome; ``None`` before the first attempt."""
     return next((attempt for attempt in attempts if attempt.attempt_id == rollout.attempt_id), None)
 
 

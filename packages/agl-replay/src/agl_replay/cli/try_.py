@@ -71,11 +71,12 @@ def try_(
     samples: int,
     **chosen: Any,
 ) -> None:
-    """Run the agent of FILE with versions or new texts of RESOURCE, and compare them task by task.
+    """Compare versions or new texts of RESOURCE on tasks.
 
-    RESOURCE is a prompt or another [resource.NAME], and may be left out if FILE has only one. Give any number of
-    candidates; the first is the baseline, and a single one is compared with the live version. Nothing is trained or
-    promoted. The exit status is 1 if no rollout succeeded.
+    The agent of FILE runs with each of them, and their rewards are compared task by task. RESOURCE is a prompt or
+    another [resource.NAME], and may be left out if FILE has only one. Give any number of candidates; the first is the
+    baseline, and a single one is compared with the live version. Nothing is trained or promoted. The exit status is 1
+    if no rollout succeeded.
     """
     plan = make_trainer(file, settings, manager=manager).plan()
     given = _given(ctx)

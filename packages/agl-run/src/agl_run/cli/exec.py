@@ -127,8 +127,8 @@ def _missed(run: RecordedRun, store_url: str) -> Iterator[str]:
     unseen, unattributed = run.agreement.unseen, run.agreement.unattributed
     see = proposal("See", "why", run.rollout_id, store_url=store_url)
     if unseen:
-        yield f"there are {describe_calls(unseen, UNSEEN)}. {_RECORDED}{see}"
+        yield f"noticed {describe_calls(unseen, UNSEEN)}. {_RECORDED}{see}"
     elif not run.calls:
         yield f"no model call was seen. {_RECORDED}"
     if unattributed:
-        yield f"there are {describe_calls(unattributed, UNATTRIBUTED)}. {ATTRIBUTE}.{see}"
+        yield f"noticed {describe_calls(unattributed, UNATTRIBUTED)}. {ATTRIBUTE}.{see}"

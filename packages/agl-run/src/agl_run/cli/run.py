@@ -46,9 +46,9 @@ from agl_run.terminal import experiment_argument, make_trainer, ray_option, stor
 @click.option("--run", type=click.IntRange(min=1), metavar="N", help="The run, from 1; by default the newest.")
 @pass_manager
 def sync(manager: PluginManager, file: Path, settings: tuple[str, ...], run: int | None) -> None:
-    """Send the exporters in FILE, such as W&B, the data of a run that they did not get.
+    """Send a run's missing data to FILE's exporters, such as W&B.
 
-    A running experiment does this itself.
+    While an experiment runs, it does this itself.
     """
     plan = make_trainer(file, settings, manager=manager).plan()
     run_blocking(lambda: sync_plan(plan, run=run, say=echo))
@@ -102,9 +102,7 @@ async def _end(store: Store, source: SinkSource, record: ExperimentRecord) -> Si
 
 @click.command(cls=Modes, modes={"--sync": sync})
 @experiment_argument
-@click.option(
-    "--resume", is_flag=True, help="Continue an experiment that was stopped, or whose number of steps was raised."
-)
+@click.option("--resume", is_flag=True, help="Continue an experiment that was stopped, or that now has more steps.")
 @click.option("--fresh", is_flag=True, help="Start an experiment again from its beginning.")
 @click.option("--next", "is_next", is_flag=True, help="Use the parameters that agl metrics --rank proposes.")
 @ray_option

@@ -29,8 +29,8 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
             workers; 0 leaves all attempts to ``agl worker``.
         timeout_s: Time limit of one attempt in seconds.
         max_attempts: The most attempts of a rollout that may fail or exceed their time limit; see ``retry_on``.
-        max_losses: How many times a rollout may lose its worker and be tried again; after one more loss the rollout
-            fails, because it may itself be what ends its workers.
+        max_losses: How many times a rollout that has lost its worker is tried again. After one more loss the rollout
+            fails, because it may itself be the cause.
         retry_on: Outcomes that lead to another attempt: ``failed``, ``timeout``, or both; by default neither.
         resources: The cluster share of each worker; only for a runner that places workers, such as ``ray``.
         params: Further arguments of the runner.
@@ -58,7 +58,7 @@ class PolicyConfig(Record, frozen=True, kw_only=True):
         aliases: Model names (patterns) that agents use for the policy, besides NAME and the name of its model.
         agents: Regular expression over the whole names of agents, nodes and roles: their calls go to this policy,
             whatever model name their code sends.
-        label: Label of the version of the weights to start from; if no version has it, ``model`` counts.
+        label: Start from the version of the weights with this label; without such a version, start from ``model``.
         sampling: Treatment of calls that ask for less than the full distribution (top-p, penalties, temperature 0) in
             rollouts that train the policy: ``override`` the parameters, ``refuse`` the call, or ``keep`` them.
         params: The policy's own arguments.
@@ -79,7 +79,7 @@ class ResourceConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         template: The text of a prompt.
         engine: How the prompt's placeholders are written; see :class:`agl.PromptTemplate`.
         value: Any JSON value.
-        label: Label of the version to start from; if no version has it, ``template`` or ``value`` counts.
+        label: Start from the version with this label; without such a version, start from ``template`` or ``value``.
     """
 
     template: str | None = None
@@ -266,7 +266,7 @@ def policy(
         aliases: Model name or names (patterns) that agents use for the policy, besides its own names.
         agents: Regular expression that must match the whole name of an agent, node or role; its calls go to this
             policy.
-        label: Label of the version of the weights to start from.
+        label: Start from the version of the weights with this label.
         sampling: Treatment of parameters that narrow the distribution in training: ``"override"``, ``"refuse"`` or
             ``"keep"``.
         params: The policy's own arguments.

@@ -132,7 +132,7 @@ def nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int], *, sto
     why = f"The errors: {errors.errors}" if errors.failed else _without_reward(episodes)
     disagreed = next((kind for kind in (UNSEEN, UNATTRIBUTED) if kind in dropped), "")
     if disagreed:
-        why = f"There are {describe(episodes, disagreed)}"
+        why = f"Noticed {describe(episodes, disagreed)}"
     look = proposal("Look at one with", "show", errors.example or first.rollout.rollout_id, store_url=store_url)
     return f"none of {count_of(len(episodes), 'rollout')} can be used: {counts}. {why}.{look}"
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from agl.episodes import Verdict
 from agl.errors import RunError
+from agl.hints import count_of
 from agl.schemas import Episode, LooseCall
 from agl_inspect.stores import proposal
 from agl_run.config.sections import ExperimentSection
@@ -130,10 +131,10 @@ def describe_calls(calls: Sequence[LooseCall], kind: str) -> str:
     clients = Counter(call.client for call in calls)
     named = ", ".join(f"{client} ({count})" for client, count in clients.most_common(5))
     found = {
-        UNSEEN: "model calls that were not recorded",
-        UNATTRIBUTED: "recorded model calls outside of the framework's spans",
+        UNSEEN: f"{count_of(len(calls), 'model call')} that {'was' if len(calls) == 1 else 'were'} not recorded",
+        UNATTRIBUTED: f"{count_of(len(calls), 'recorded model call')} outside of the framework's spans",
     }
-    return f"{len(calls)} {found[kind]}, made by {named}"
+    return f"{found[kind]}, made by {named}"
 
 
 def _found(episode: Episode, kind: str) -> tuple[LooseCall, ...]:

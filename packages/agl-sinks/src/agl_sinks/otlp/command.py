@@ -49,9 +49,10 @@ def otlp(
     status: tuple[str, ...],
     mode: str | None,
 ) -> None:
-    """Send finished rollouts as traces: the named rollouts (ids, unique beginnings, latest), or all that match.
+    """Send finished rollouts as traces.
 
-    Sending a rollout again adds nothing: its trace has the same ids.
+    IDS are ids, unique beginnings of ids, or latest; without any, all rollouts that match the filters are sent. Sending
+    a rollout again adds nothing: its trace has the same ids.
     """
     if output is not None and (endpoint or headers_env):
         raise ConfigError("--output writes a file and sends nothing; leave out --endpoint and --headers-env")

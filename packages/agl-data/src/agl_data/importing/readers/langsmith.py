@@ -1,4 +1,6 @@
-"""Reads LangSmith's runs and feedback: one record per line, as the client lists them, or as responses of the API.
+"""Reads LangSmith's runs and feedback.
+
+The files have one record per line, as its client lists them, or are saved responses of its API.
 
 LangSmith calls every operation of a trace a run: a model call, a tool or another step. All runs of one trace make one
 imported run, in which the top run and the nodes of LangGraph are agents. Feedback becomes late rewards. If the file has
