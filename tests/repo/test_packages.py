@@ -84,3 +84,8 @@ def test_no_committed_file_names_a_machine_or_carries_an_unfinished_mark() -> No
         if marks.search(line)
     ]
     assert [] == found
+
+
+def test_no_committed_file_is_a_link() -> None:
+    listing = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [] == [line for line in listing.splitlines() if line.startswith("120000")]  # checkouts on Windows break them

@@ -1,4 +1,4 @@
-"""Words parts of messages: the name that was probably meant, the command that installs a package, and counts."""
+"""Writes parts of messages: the name that was probably meant, the command that installs a package, and counts."""
 
 import os
 import re

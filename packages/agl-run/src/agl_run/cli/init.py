@@ -46,7 +46,7 @@ TEMPLATES = {
         summary="train a tiny model from random weights, in about a minute on a CPU",
         needs=("agl-run", "agl-gateway", "agl-algo-torch", "openai"),
         before="make_model.py makes the model of experiment.toml; nothing is downloaded",
-        command="python make_model.py --data . --out .",
+        command="python make_model.py",
     ),
     "langgraph": Template(
         summary="measure a graph node by node",
