@@ -143,7 +143,15 @@ class Waiting:
     """An algorithm that knows the size of its run only while the experiment runs."""
 
     def run_size(self, context: AlgorithmContext) -> tuple[int, int]:
-        return context.endpoint("main").max_tokens, 1
+        return len(context.endpoint("main").model), 1
+
+    async def setup(self, context: AlgorithmContext) -> None: ...
+
+    async def step(self) -> None: ...
+
+    def state(self) -> None: ...
+
+    async def restore(self, state: object) -> None: ...
 
     async def close(self) -> None: ...
 
