@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from agl.contracts import Upstream
+from agl.contracts import POLICY_KEY_ENV, Upstream
 from agl_gateway.cli.doctor import models, patient_of
 
 ELSEWHERE = "http://models.invalid/v1"
@@ -41,9 +41,10 @@ async def proxy() -> AsyncIterator[tuple[str, list[str]]]:
         await runner.cleanup()
 
 
-async def answered(stage: Any, base_url: str) -> tuple[int, str]:
+async def answered(stage: Any, base_url: str, **given: str) -> tuple[int, str]:
     """Call a model at ``base_url`` through a gateway; returns the status and the text of the answer."""
-    async with stage(upstreams=[Upstream(name="main_llm", base_url=base_url)]) as it, aiohttp.ClientSession() as client:
+    upstream = Upstream(name="main_llm", base_url=base_url, **given)
+    async with stage(upstreams=[upstream]) as it, aiohttp.ClientSession() as client:
         _, token = await it.open_attempt()
         body = {"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]}
         headers = {"authorization": f"Bearer {token}"}
@@ -66,6 +67,15 @@ async def test_upstreams_of_this_machine_and_of_no_proxy_are_asked_directly(stag
         assert 200 == (await answered(stage, server.base_url))[0]
         status, text = await answered(stage, ELSEWHERE)
     assert (502, False) == (status, "through the proxy" in text)
+    assert [] == asked
+
+
+async def test_policies_of_the_run_on_other_machines_are_asked_directly(stage, monkeypatch):
+    async with proxy() as (url, asked):
+        monkeypatch.setenv("HTTP_PROXY", url)
+        monkeypatch.setenv(POLICY_KEY_ENV, "the run's own key of its policies")
+        status, _ = await answered(stage, ELSEWHERE, api_key_env=POLICY_KEY_ENV)
+    assert 502 == status
     assert [] == asked
 
 

@@ -39,7 +39,7 @@ class EmbeddedSettings:
     tls_key: str = ""
     audit_log: str = ""
     timeout_s: float = 600.0
-    max_answer: int = 32 * 1024 * 1024
+    max_answer: int = 40 * 1024 * 1024
     max_calls: int = 100_000
     max_spans: int = 1_000_000
     helpers: bool = True

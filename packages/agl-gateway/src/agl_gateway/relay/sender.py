@@ -20,7 +20,7 @@ import asyncio
 import io
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment
@@ -30,7 +30,7 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from agl.contracts import Upstream
+from agl.contracts import POLICY_KEY_ENV, Upstream
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Dialect
@@ -249,12 +249,15 @@ class Sender:
             NotSpokenError: The server does not have the API, and may be asked for a chat completion.
         """
         load = target.replicas.load
+        # A run's own policies are in its own network, at addresses that nobody lists in NO_PROXY in advance.
+        is_own = target.upstream.api_key_env == POLICY_KEY_ENV
+        sender = replace(self, proxies={}) if is_own else self
         *_, last = servers
         for server in servers:
             load.in_flight[server] += 1
             try:
                 tries = _CONNECT_TRIES if server == last else 1
-                answer = await self.ask(server + path, body, headers, connect_tries=tries)
+                answer = await sender.ask(server + path, body, headers, connect_tries=tries)
                 if not answer.is_stream:
                     self.apis.check(dialect, answer.response.status)
             except BaseException as error:
