@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from agl.errors import ConfigError
-from agl_algo_torch.serving.engine import Engine, EngineSettings
+from agl_algo_torch.serving.engine import Engine, EngineSettings, pick
 from agl_algo_torch.serving.sampling import Draw, SamplingParams
 from agl_algo_torch.serving.sequence import (
     EngineError,
@@ -268,6 +268,33 @@ def test_too_many_waiting_requests_are_refused_together(running: Any) -> None:
     with pytest.raises(QueueFullError, match="at most 3"):
         run.submit(ask(seed=3), ask(seed=4))
     run.submit(ask(seed=5))
+
+
+def test_one_attempt_has_an_idle_server_for_itself(running: Any) -> None:
+    run = running(max_rows=2, max_waiting=4)
+    alone = run.submit(*[ask(seed=n, max_tokens=300, wants_tokens=True, attempt="a") for n in range(4)])
+    for answer in alone[:2]:
+        assert answer.first.wait(timeout=30)
+    assert {"running": 2, "waiting": 2} == {key: run.engine.snapshot()[key] for key in ("running", "waiting")}
+
+
+def test_queue_of_an_attempt_at_its_share_is_not_searched_at_every_token(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[int] = []
+
+    def counted(waiting: Any, **how: Any) -> Any:
+        searches.append(len(waiting))
+        return pick(waiting, **how)
+
+    monkeypatch.setattr("agl_algo_torch.serving.engine.pick", counted)
+    run = running(max_rows=4)
+    (other,) = run.submit(ask(max_tokens=200, wants_tokens=True, attempt="other"))
+    assert other.first.wait(timeout=30)
+    many = run.submit(*[ask(seed=n, max_tokens=200, attempt="a") for n in range(5)])
+    for answer in (other, *many):
+        answer.wait()
+    assert len(searches) < 12
 
 
 def apply_weights(source: Any) -> Callable[[Any], None]:

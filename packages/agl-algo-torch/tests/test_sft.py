@@ -168,6 +168,35 @@ def test_what_the_template_leaves_out_of_an_answer_is_said_before_the_first_step
     assert ["have content that", "have tool calls"] == [" ".join(text.split()[3:6]) for text in said]
 
 
+OPENED = """{% for m in messages %}[{{ m.role }}]
+{% if m.role == 'assistant' %}<think>
+{{ m.reasoning_content or '' }}</think>{{ m.content }}
+{%- for call in m.tool_calls or [] %}{% if loop.first %}{{ call.function.name }}{% endif %}{% endfor %}<|im_end|>
+{%- else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]
+<think>
+{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"reasoning_content": "b", "content": "c"}, []),
+        ({"content": "<think>\nb</think>c"}, ["have their reasoning in the content"]),
+        ({"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, []),
+        ({"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}] * 2}, ["have tool calls"]),
+    ],
+)
+def test_doubled_reasoning_and_every_lost_call_are_said(
+    make_tokenizer: Any, answer: dict[str, Any], said: list[str]
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = OPENED
+    dialogue = Dialogue(where="f:1", messages=({"role": "user", "content": "a"}, {"role": "assistant", **answer}))
+    found = check_dialogues([dialogue], tokenizer=tokenizer, max_tokens=999, stop_ids=[])
+    assert len(said) == len(found)
+    assert all(text in sentence for text, sentence in zip(said, found, strict=True))
+
+
 def test_dialogue_that_the_template_refuses_is_named_before_the_first_step(model_dir: Path, tmp_path: Path) -> None:
     strange = {"messages": [{"role": "critic", "content": "a"}, {"role": "assistant", "content": "b"}]}
     scenario = scenario_of(model_dir, is_shuffled=False)

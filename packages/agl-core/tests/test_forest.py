@@ -208,17 +208,21 @@ def test_forest_drift_counts_at_most_the_slack_before_an_answer(position: int, i
 @pytest.mark.parametrize("length", [4, 12])
 def test_forest_drift_of_a_dropped_empty_block_of_reasoning_is_found_in_the_first_turn(length: int) -> None:
     """With ``enable_thinking=false``, the prompt ends in an empty block, which many templates drop in later prompts."""
-    start, block, first, second = (100, 101, 102), tuple(range(20, 20 + length)), (10, 11, 2), (12, 2)
+    start, block, first, second = (100, 101, 102), tuple(range(20, 20 + length)), (10, 11, 14, 2), (12, 15, 16, 2)
     calls = [
         ((*start, *block), first),
         ((*start, *first, 103, *block), second),
         ((*start, *first, 103, *second, 104, *block), (13, 2)),
     ]
     recorded = [*block, *first][:8]
-    assert [f"3 call c1: recorded ids {recorded}, ", "7 call c2: "] == [
+    assert [f"3 call c1: recorded ids {recorded}, ", "8 call c2: "] == [
         text.partition("sent" if text.startswith("3") else "recorded")[0] for text in drift_of(*calls)
     ]
     assert [] == drift_of(calls[0], ((*start, 105, *block), (13, 2)))
+
+
+def test_forest_short_answer_at_the_start_of_another_question_is_no_drift() -> None:
+    assert [] == drift_of(((*LONG, *range(50, 62)), (7,)), ((*LONG, 7, 60, 61, 62), (8,)))
 
 
 def test_forest_drift_shows_eight_tokens_of_either_side() -> None:

@@ -60,3 +60,4 @@ def test_cutoff_says_how_close_a_name_must_be() -> None:
 
 def test_word_of_a_longer_name_finds_the_shortest_name_with_it() -> None:
     assert ("sql-match", "") == (closest("sql", ["sql-executes", "sql-match"]), closest("sq", ["sql-match"]))
+    assert ("", "") == (closest("1", ["conv-1"]), did_you_mean("is", ["is-a-number"]))

@@ -9,7 +9,7 @@ import pytest
 
 from agl import PluginManager
 from agl._plugins import manager as manager_module
-from agl.contracts import Kind
+from agl.contracts import AlgorithmEntry, Kind
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
 
 REWARD = """
@@ -319,3 +319,14 @@ def test_what_a_plugin_prints_while_it_loads_is_not_in_the_output(install_plugin
     install_plugin("agl-loud", "print('hello')\n", entry="loud")
     PluginManager.from_environment()
     assert ("", "hello\n") == capsys.readouterr()
+
+
+class HalfAlgorithm:
+    async def setup(self, context):
+        """Has none of the other methods."""
+
+
+def test_algorithm_that_an_experiment_brings_itself_is_checked_for_its_contract():
+    entry = AlgorithmEntry(name="mine", factory=HalfAlgorithm, tunes=("weights",))
+    with pytest.raises(BrokenPluginError, match=r"the algorithm 'mine' lacks step, .*; correct it$"):
+        PluginManager().build(entry)

@@ -1,5 +1,6 @@
 """Messages from their deltas: tool calls with or without numbers, and lists whose entries arrive in parts."""
 
+import time
 from typing import Any
 
 import pytest
@@ -117,3 +118,30 @@ def test_content_in_parts_and_text_is_joined_in_parts():
     message.add({"content": "sunny."})
     thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "I look it up."}]}
     assert {"content": [thinking, {"type": "text", "text": "It is sunny."}]} == message.whole()
+
+
+def test_content_that_turns_from_text_into_parts_is_kept():
+    message, reference = StreamedMessage(), {"type": "reference", "reference_ids": [1]}
+    for content in ("Hello ", "you.", [reference]):
+        message.add({"role": "assistant", "content": content})
+    assert [{"type": "text", "text": "Hello you."}, reference] == message.whole()["content"]
+
+
+@pytest.mark.parametrize("field", ["text", "summary", "thinking"])
+def test_growth_of_a_large_entry_takes_linear_time(field: str):
+    # A copy of the entry for each part would copy 100 GB, which takes more than 10 s on any machine.
+    started = time.process_time()
+    message = StreamedMessage()
+    for text in ("a" * 5_000_000, *("b" * 20_000)):
+        message.add({"reasoning_details": [{"type": "reasoning.text", field: text}]})
+    assert 5_020_000 == len(message.whole()["reasoning_details"][0][field])
+    assert time.process_time() - started < 5
+
+
+def test_growth_of_a_calls_arguments_takes_linear_time():
+    started = time.process_time()
+    calls = StreamedCalls()
+    for arguments in ("a" * 5_000_000, *("b" * 20_000)):
+        calls.add([{"index": 0, "id": "c1", "function": {"arguments": arguments}}])
+    assert 5_020_000 == len(calls.whole()[0]["function"]["arguments"])
+    assert time.process_time() - started < 5

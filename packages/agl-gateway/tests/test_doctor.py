@@ -17,6 +17,7 @@ from agl.schemas import Rollout
 from agl.stores import MemoryStore
 from agl_gateway.cli import doctor
 from agl_gateway.cli.doctor import Finding, Patient, examine, forget_gone, patient_of, ports, transport
+from agl_gateway.cli.serve import admin_key_of
 from agl_gateway.processes.announcement import GATEWAYS
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
 from agl_run.access.tokens import AttemptTokens
@@ -67,6 +68,21 @@ async def test_sound_deployment_has_nothing_wrong_and_nothing_is_left_behind(tmp
     store = SQLiteStore(url)
     assert {} == await store.load_state("")
     await store.close()
+
+
+def test_store_that_cannot_be_read_is_not_called_damaged(tmp_path):
+    finding = doctor._damage(tmp_path / "none.db")  # pyright: ignore[reportPrivateUsage]  # ``examine`` makes the file
+    assert ("warning", "are unread: unable to open database file") == (finding.state, finding.text)
+
+
+def test_empty_admin_token_leaves_the_token_file_in_charge(tmp_path, monkeypatch):
+    files = [tmp_path / name for name in ("environment", "option")]
+    for file in files:
+        file.write_text(ADMIN)
+        file.chmod(0o600)
+    monkeypatch.setenv("AGL_TOKEN", "")
+    monkeypatch.setenv("AGL_TOKEN_FILE", str(files[0]))
+    assert str(files[1]) == admin_key_of(files[1])[1]
 
 
 async def test_damaged_late_page_of_a_store_is_named(tmp_path, manager, monkeypatch):

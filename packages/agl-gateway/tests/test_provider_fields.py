@@ -4,6 +4,7 @@ Messages and deltas have the shapes that the providers' servers send; ids, texts
 """
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from agl.dialects import Request
 from agl_gateway.wire.google import GoogleTranslation
 from agl_gateway.wire.messages import MessagesTranslation
 from agl_gateway.wire.responses import ResponsesTranslation
+from agl_gateway.wire.thoughts import FIELDS, seal
 
 Json = dict[str, Any]
 
@@ -225,6 +227,46 @@ def test_message_comes_back_with_the_fields_of_its_provider(provider: str, api: 
     data = stream_of(deltas) if is_streamed else body_of(message)
     expected = {key: value for key, value in message.items() if value is not None or key == "content"}
     assert expected == sent_next(api, data, is_streamed=is_streamed)
+
+
+ANNOTATED: Json = {
+    "annotations": [{"type": "url_citation"}],
+    "provider_specific_fields": {"a": 1},
+    "name": "bot",
+    "function_call": {"name": "f", "arguments": "{}"},
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("api", APIS)
+def test_other_fields_of_an_answer_do_not_come_back(api: str, is_streamed: bool):
+    call, message = {"index": 0, **CALL, "provider_specific_fields": {"b": 1}}, {"role": "assistant", "content": "Hi."}
+    given = {**message, **ANNOTATED, "tool_calls": [call]}
+    data = stream_of([given]) if is_streamed else body_of(given)
+    assert {**message, "tool_calls": [CALL]} == sent_next(api, data, is_streamed=is_streamed)
+
+
+def with_seals(*sealed: Json) -> Request:
+    """Return a request in the messages API with a call, and with seals that a client forged."""
+    blocks: list[Json] = [{"type": "thinking", "thinking": "", "signature": seal({FIELDS: one})} for one in sealed]
+    blocks.append({"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Paris"}})
+    message = {"role": "assistant", "content": blocks}
+    return Request("messages", msgspec.json.encode({"model": "m", "messages": [message, USER["messages"]]}))
+
+
+def test_many_forged_seals_take_linear_time():
+    # A copy of the text for each seal would copy 80 GB, which takes more than 6 s.
+    asked = with_seals({"a": [{"text": "a" * 4_000_000}]}, *[{"a": [{"text": "b"}]}] * 20_000)
+    started = time.process_time()
+    (answer, _) = (MessagesTranslation().asked(asked).to_dict() or {})["messages"]
+    assert 20_001 == len(answer["a"])
+    assert time.process_time() - started < 6
+
+
+@pytest.mark.parametrize("calls", [[{"id": {"a": 1}}], "text", [7], [{"id": []}, None]])
+def test_odd_calls_in_a_forged_seal_are_ignored(calls: Any):
+    (answer, _) = (MessagesTranslation().asked(with_seals({"tool_calls": calls})).to_dict() or {})["messages"]
+    assert [CALL] == answer["tool_calls"]
 
 
 UNSEALED: dict[str, Json] = {

@@ -237,7 +237,13 @@ class Fills:
         def fill() -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        return [agl.CommandEntry(name="fill", factory=click.Command("fill", callback=fill))]
+        def wait() -> None:
+            raise TimeoutError
+
+        return [
+            agl.CommandEntry(name=act.__name__, factory=click.Command(act.__name__, callback=act))
+            for act in (fill, wait)
+        ]
 
 
 def test_full_disk_is_one_line_of_any_command() -> None:
@@ -250,11 +256,18 @@ def test_full_disk_is_one_line_of_any_command() -> None:
     )
 
 
-def test_command_ends_although_a_thread_runs_on() -> None:
+def test_error_of_a_socket_without_a_number_is_not_called_the_systems() -> None:
+    manager = agl.PluginManager()
+    manager.register(Fills(), name="fills")
+    assert isinstance(CliRunner().invoke(cli, ["wait"], obj=manager, prog_name="agl").exception, TimeoutError)
+
+
+@pytest.mark.parametrize(("code", "status"), [("", 0), ("2", 2), ("'text'", 1)])
+def test_command_ends_although_a_thread_runs_on(code: str, status: int) -> None:
     program = (
         "import sys, threading, time\nfrom agl_inspect.terminal import program\nprogram.PATIENCE_S = 0.1\n"
         "threading.Thread(target=time.sleep, args=(300,), name='forever').start()\n"
-        "sys.argv = ['agl', '--version']\nprogram.main()\n"
+        f"program.cli = lambda **_: sys.exit({code})\nprogram.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert (0, True) == (done.returncode, "stops threads that still run: forever" in done.stderr), done.stderr
+    assert (status, True) == (done.returncode, "stops threads that still run: forever" in done.stderr), done.stderr

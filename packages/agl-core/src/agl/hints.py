@@ -12,12 +12,13 @@ __all__ = ["closest", "count_of", "did_you_mean", "pip_install"]
 
 
 def closest(name: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return the choice that is most similar to ``name``, or else the shortest that has ``name`` as one of its words.
+    """Return the choice that is most similar to ``name``, or else the shortest that has ``name`` as a word.
 
-    Returns ``""`` if no similarity reaches ``cutoff`` (at most 1) and no choice has the word.
+    Returns ``""`` if no similarity reaches ``cutoff`` (at most 1) and no choice has the word; words have 3 letters or
+    more.
     """
     every = list(choices)
-    wordy = sorted((choice for choice in every if name in re.split(r"[\W_]", choice)), key=len)
+    wordy = sorted((choice for choice in every if len(name) > 2 and name in re.split(r"[\W_]", choice)), key=len)
     return next(iter(get_close_matches(name, every, n=1, cutoff=cutoff) or wordy), "")
 
 

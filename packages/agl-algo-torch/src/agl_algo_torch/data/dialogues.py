@@ -14,6 +14,7 @@ Weights, losses and updates are left to `sft` and `preferences`.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -24,6 +25,7 @@ from agl.errors import DatasetError
 from agl_algo_torch.learner.batch import RowSample, from_tokens
 from agl_algo_torch.serving.codec import render_chat
 from agl_algo_torch.serving.templates import plain_message
+from agl_algo_torch.serving.toolcalls import read_format
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -104,27 +106,34 @@ def check_dialogues(
     Raises DatasetError as `tokenize` does.
     """
     stops = _stop_texts(tokenizer, stop_ids)
+    thinking = read_format(tokenizer, stop_texts=stops).thinking
     found: dict[str, list[str]] = {}
     for dialogue in dialogues:
         tokenize(dialogue, tokenizer=tokenizer, max_tokens=max_tokens, stop_ids=stop_ids)
         for index, message in enumerate(dialogue.messages):
             if message["role"] == "assistant":
                 text, start = _turn(dialogue, tokenizer, index, stops)
-                for problem in _losses(message, text[start:], stops):
+                for problem in _losses(message, text[start:], stops, thinking):
                     found.setdefault(problem, []).append(dialogue.where)
     return [f"assistant turns {text}: {len(places)}, first in {places[0]}" for text, places in found.items()]
 
 
-def _losses(message: Message, rendered: str, stops: Sequence[str]) -> Iterator[str]:
-    """Yield what the chat template loses of an assistant message."""
+def _losses(message: Message, rendered: str, stops: Sequence[str], thinking: tuple[str, str] | None) -> Iterator[str]:
+    """Yield what the chat template loses or doubles of an assistant message."""
     plain = plain_message(message)
+    content, thought = plain["content"], plain.get("reasoning_content") or ""
+    opening = thinking[0] if thinking and content.startswith(thinking[0]) else ""
     if not rendered.endswith(tuple(stops)):
         yield "do not end in a stop token, so the model does not learn to stop"
+    if thinking and opening and rendered.count(thinking[1]) > content.count(thinking[1]):
+        yield "have their reasoning in the content, after empty reasoning; move it to `reasoning_content`"
     shown = "".join(rendered.split())
-    for name, words in (("content", plain["content"]), ("reasoning", plain.get("reasoning_content") or "")):
+    # The prompt itself may end with the tag that opens the reasoning.
+    for name, words in (("content", content.removeprefix(opening)), ("reasoning", thought)):
         if "".join(words.split()) not in shown:
             yield f"have {name} that the chat template changes or leaves out"
-    if any(call["function"]["name"] not in rendered for call in plain.get("tool_calls") or ()):
+    calls = Counter(call["function"]["name"] for call in plain.get("tool_calls") or ())
+    if any(rendered.count(name) < count for name, count in calls.items()):
         yield "have tool calls that the chat template leaves out"
 
 

@@ -151,7 +151,7 @@ class Engine:
         self._swaps: deque[_Swap] = deque()
         self._scorings: deque[_Scoring] = deque()
         self._wake = threading.Condition()
-        self._is_stopping = False
+        self._is_stopping = self._is_blocked = False  # blocked: no request that waits now may join the rows of now
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -189,8 +189,8 @@ class Engine:
                 raise EngineStoppedError("The policy server is stopping; start it again before calling it.")
             waiting = Counter(flight.request.attempt for flight in (*self._inbox, *self._waiting))
             limit, attempt = self.settings.max_waiting, requests[0].attempt
-            of_attempt = waiting[attempt] + len(flights) if attempt else 0
-            if waiting.total() + len(flights) > limit or of_attempt > share_of(limit):
+            share = share_of(limit) if attempt and waiting else limit  # an empty queue takes whatever fits
+            if waiting.total() + len(flights) > limit or waiting[attempt] + len(flights) > share:
                 raise QueueFullError(
                     f"{waiting.total()} requests are waiting already; at most {limit} may wait, and {share_of(limit)} "
                     "of one attempt. "
@@ -275,6 +275,8 @@ class Engine:
         with self._wake:
             while not (self._is_stopping or self._inbox or self._waiting or self._running or self._has_jobs()):
                 self._wake.wait()
+            if self._inbox:
+                self._is_blocked = False
             self._waiting.extend(self._inbox)
             self._inbox.clear()
             return not self._is_stopping
@@ -293,6 +295,7 @@ class Engine:
         self._evict([row for row, flight in enumerate(self._running) if flight.is_cancelled])
         if any(flight.is_cancelled for flight in self._waiting):
             self._waiting = deque(flight for flight in self._waiting if not flight.is_cancelled)
+            self._is_blocked = False
 
     def _swap_if_due(self) -> None:
         if not self._swaps or (self._running and time.monotonic() < self._swaps[0].deadline):
@@ -332,7 +335,7 @@ class Engine:
             scoring.done.set_exception(EngineError(f"Scoring failed: {type(error).__name__}: {error}."))
 
     def _reset(self) -> None:
-        self._running = []
+        self._running, self._is_blocked = [], False
         self._cache, self._scratch = BatchCache(self._layout), BatchCache(self._layout)
         self._prefixes.clear()
 
@@ -342,14 +345,20 @@ class Engine:
                 flight.listener(error)
 
     def _admit(self) -> None:
+        rows = self.settings.max_rows - len(self._running)
+        if self._is_blocked or not rows or not self._waiting:
+            return
+        taken = Counter(flight.request.attempt for flight in self._running)
+        has_others = len({*taken, *(flight.request.attempt for flight in self._waiting)}) > 1
         admissions = pick(
             self._waiting,
-            rows=self.settings.max_rows - len(self._running),
-            taken=Counter(flight.request.attempt for flight in self._running),
-            share=share_of(self.settings.max_rows),
+            rows=rows,
+            taken=taken,
+            share=share_of(self.settings.max_rows) if has_others else self.settings.max_rows,
             prefill_tokens=self.settings.prefill_tokens,
             prefixes=self._prefixes,
         )
+        self._is_blocked = not admissions
         if admissions:
             self._prefill(admissions)
 
@@ -428,6 +437,8 @@ class Engine:
         self._evict(rows)
 
     def _evict(self, rows: list[int]) -> None:
+        if rows:
+            self._is_blocked = False
         for row in reversed(rows):  # descending, because the last row takes the place of a removed one
             self._cache.remove(row)
             last = self._running.pop()
@@ -462,7 +473,7 @@ class Admission:
 
 
 def share_of(limit: int) -> int:
-    """Return how many of the rows, or of the places in the queue, one attempt may have."""
+    """Return how many of the rows, or of the places in the queue, one attempt may have next to others."""
     return max(1, limit * 3 // 4)
 
 

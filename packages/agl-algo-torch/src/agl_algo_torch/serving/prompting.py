@@ -2,15 +2,14 @@
 
 Requests are bounded before they come here (`wire`, `server`), and longer texts than the context can hold are refused
 before they are tokenised (`templates`), so a prompt takes a second or two at most. An attempt has one prompt in work at
-a time: however many it sends, the other threads are free for others. A thread cannot be ended: work past the time limit
-goes on.
+a time: however many it sends, the other threads are free for others. A thread cannot be ended: work goes on past the
+time limit, and after its client has hung up, and the attempt's next prompt waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -18,7 +17,6 @@ from agl_algo_torch.serving.wire import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
 
     from agl_algo_torch.serving.templates import Prompt, PromptBuilder
 
@@ -65,8 +63,16 @@ class PromptThreads:
 
     async def _run(self, work: Callable[[], T], attempt: str) -> T:
         try:
-            async with asyncio.timeout(self._limit_s), self._turn(attempt):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            async with asyncio.timeout(self._limit_s):
+                turn = self._turns.setdefault(attempt, asyncio.Lock()) if attempt else asyncio.Lock()
+                await turn.acquire()
+                job = self._threads.submit(work)
+                ended = asyncio.wrap_future(job)
+                ended.add_done_callback(lambda _: turn.release())
+                try:
+                    return await asyncio.shield(ended)
+                finally:
+                    job.cancel()  # an abandoned job that no thread has begun
         except TimeoutError:
             raise WireError(
                 f"Rendering and tokenising this prompt took longer than {self._limit_s:g} s. Shorten it, send fewer at "
@@ -74,6 +80,3 @@ class PromptThreads:
                 status=503,
                 code="prompt_timeout",
             ) from None
-
-    def _turn(self, attempt: str) -> AbstractAsyncContextManager[None]:
-        return self._turns.setdefault(attempt, asyncio.Lock()) if attempt else nullcontext()

@@ -54,7 +54,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _BODY_PER_TOKEN = 32
-"""Largest number of bytes of a request's body for each token of the context; every request may have 1 MiB more."""
+"""Largest number of bytes of a chat request for each token of the context; every request may have 1 MiB more."""
+
+_LARGEST_BODY = 64 * 2**20
+"""Largest number of bytes of a request of completions, which may have many prompts."""
 
 _MOST_PROMPTS = 1024
 
@@ -96,12 +99,13 @@ class PolicyServer:
         self._engine, self._codec, self._prompts = engine, codec, prompts
         self._answers, self._settings = answers, settings
         self._key = key.encode()
+        self._largest_chat = 2**20 + _BODY_PER_TOKEN * settings.context_length
         self._rendering_arguments = codec.rendering_arguments
         self._created = int(time.time())
 
     def app(self) -> web.Application:
         """Return the application; run it with `handler_cancellation=True`, or sequences outlive their clients."""
-        largest = 2**20 + _BODY_PER_TOKEN * self._settings.context_length
+        largest = max(_LARGEST_BODY, self._largest_chat)
         app = web.Application(client_max_size=largest, middlewares=[_errors, self._check_key])
         app.on_cleanup.append(self._close)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -230,7 +234,15 @@ class PolicyServer:
 
     async def _body(self, request: web.Request, kind: type[Body]) -> Body:
         """Read a request for this model, with the gateway's seed."""
-        body = seeded(read_body(await request.read(), kind), request.headers.get(_SEED_HEADER))
+        data = await request.read()
+        if kind is ChatBody and len(data) > self._largest_chat:
+            raise WireError(
+                f"The request has {len(data):,} bytes, more than the {self._largest_chat:,} that a chat may have for "
+                f"the model's context of {self._settings.context_length:,} tokens. Shorten the messages.",
+                status=413,
+                code="request_too_large",
+            )
+        body = seeded(read_body(data, kind), request.headers.get(_SEED_HEADER))
         if body.model != self._settings.model_name:
             raise WireError(
                 f"The model {body.model!r} does not exist here; this server has {self._settings.model_name!r}.",
@@ -310,7 +322,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except EngineError as error:
         answer = wire_error(error)
     except web.HTTPRequestEntityTooLarge as error:
-        answer = WireError(f"{error.text} The model's context cannot hold more; shorten the messages.", status=413)
+        answer = WireError(f"{error.text}. Shorten the request, or send its prompts in several.", status=413)
     except web.HTTPException as error:
         answer = WireError(f"{request.method} {request.path}: {error.reason}.", status=error.status)
     except Exception as error:  # noqa: BLE001 - isolation point: one request's failure is that request's answer

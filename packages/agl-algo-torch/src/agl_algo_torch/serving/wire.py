@@ -101,7 +101,7 @@ class Message(msgspec.Struct):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
-    tool_calls: Annotated[list[MessageToolCall], msgspec.Meta(max_length=1024)] | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -134,8 +134,8 @@ class _Common(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool = False
 
     def __post_init__(self) -> None:
-        if 0 < self.temperature < 0.001:  # logits divided by it overflow, which would fail all requests of the batch
-            raise ValueError(f"temperature is 0 or at least 0.001, not {self.temperature}")
+        if 0 < self.temperature < 1e-20:  # logits divided by it overflow, which would fail all requests of the batch
+            raise ValueError(f"temperature is 0 or at least 1e-20, not {self.temperature}")
 
     @property
     def stops(self) -> list[str]:
@@ -173,7 +173,7 @@ class ChatBody(_Common, kw_only=True):
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] = 0
-    chat_template_kwargs: Annotated[dict[str, Any], msgspec.Meta(max_length=64)] = {}
+    chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def limit(self) -> int | None:

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast, get_args, get_type_hints
 
 import msgspec
@@ -77,19 +77,22 @@ def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any
     """Build the component; raises :class:`ConfigError`, which names the wrong parameter and the accepted ones."""
     factory = resolve(entry, component, source)
     checked = checked_params(factory, component, params)
-    # Parts that an experiment brings itself belong to no plugin; their callers know better what to say.
-    if not source.module:
-        return factory(**checked)
-    with _blaming(str(entry.factory), component, source, doing="calling"):
+    # What the parts that an experiment brings itself raise is passed on: their callers know better what to say.
+    with _blaming(str(entry.factory), component, source, doing="calling") if source.module else nullcontext():
         made = factory(**checked)
-    check_contract(made, entry, component, source)
+    if source.module or isinstance(entry, (_entries.AlgorithmEntry, _entries.TracerEntry)):
+        check_contract(made, entry, component, source)
     return made
 
 
 def check_contract(made: Any, entry: Entry, component: str, source: Source) -> None:
     """Raise :class:`BrokenPluginError` if a component, or its class, lacks a part of its contract."""
     contract = next((contract for kind, contract in CONTRACTS.items() if isinstance(entry, kind)), object)
-    required = vars(contracts.Sink if contract is contracts.Exporter and hasattr(made, "begin") else contract)
+    if contract is contracts.Exporter and hasattr(made, "begin"):
+        contract = contracts.Sink
+    if contract is contracts.Runner and hasattr(made, "deploy"):
+        contract = object  # a fleet, whose contract is agl_run's
+    required = vars(contract)
     names = [name for name in required if name == "__call__" or not name.startswith("_")]
     if isinstance(made, type):
         has = {name for base in made.__mro__ for name in vars(base)}  # not by hasattr: every class can be called
@@ -99,9 +102,9 @@ def check_contract(made: Any, entry: Entry, component: str, source: Source) -> N
         has = {name for name in names if hasattr(made, name)}
     lacking = [name for name in names if name not in has]
     if lacking:
+        owner, remedy = (f" of the plugin {source.shown_name}", source.remedy) if source.module else ("", "correct it")
         raise BrokenPluginError(
-            f"{component} of the plugin {source.shown_name} lacks {', '.join(lacking)}, which its contract in "
-            f"agl.contracts has; {source.remedy}"
+            f"{component}{owner} lacks {', '.join(lacking)}, which its contract in agl.contracts has; {remedy}"
         )
 
 

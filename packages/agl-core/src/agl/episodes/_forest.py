@@ -30,6 +30,9 @@ SHOWN = 8
 # short prompt 4 tokens would reach far into the question, so at most an eighth of the prompt's tokens are taken.
 DRIFT_SLACK = 4
 
+# The start of a shorter answer, such as a number or a yes, is too likely to be in another question.
+TELLING = 4
+
 
 class Forest(Record, frozen=True, kw_only=True):
     """All branches of an attempt. Calls are indices into the list of spans that :func:`build_forest` got.
@@ -228,7 +231,7 @@ class _DriftFinder:
                 return branch.calls[k]
             for later in branch.calls[k + 1 : k + 2]:
                 answer = self.calls[later].response_ids[: SHOWN * 4]
-                if answer and prompt.startswith(answer, position * 4):
+                if len(answer) >= TELLING * 4 and prompt.startswith(answer, position * 4):
                     return later
             branch = branch.origin if k < 0 and position < branch.shared else None
         return NONE

@@ -329,8 +329,9 @@ def _damage(file: Path) -> Finding:
             database.set_progress_handler(lambda: time.monotonic() > end, 100_000)
             (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.Error as error:
-        if str(error) == "interrupted":
-            text = f"were not all read within {_READ_S:g} s"
+        # A busy or unreadable file says nothing about its pages.
+        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            text = f"were not all read within {_READ_S:g} s" if str(error) == "interrupted" else f"are unread: {error}"
             return _warning(check, text, f"check them with: sqlite3 {file} 'PRAGMA quick_check'")
         found = str(error)
     text = "are whole" if found == "ok" else f"are damaged: {' '.join(found.split())}"

@@ -260,7 +260,7 @@ def admin_key_of(token_file: Path | None) -> tuple[Keys, str]:
     existing file is not changed, so clients survive a restart. A file may hold several tokens, one per line, and is
     read again when it changes.
     """
-    if ADMIN_ENV in os.environ and (keys := named_keys(ADMIN_ENV, purpose="admin token")):
+    if os.environ.get(ADMIN_ENV) and (keys := named_keys(ADMIN_ENV, purpose="admin token")):
         return keys, f"the environment variable {ADMIN_ENV}"
     named = os.environ.get(f"{ADMIN_ENV}_FILE", "")
     path = token_file or (Path(named) if named else state_dir() / "serve-token")

@@ -10,6 +10,7 @@ pieces of thoughts hold these fields for their seal; where an answer has no thou
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -75,17 +76,31 @@ def user_message(parts: Sequence[dict[str, Any]], *, between: str = "\n") -> Ite
 
 def assistant_message(*, text: str, thoughts: Iterable[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> ChatMessage:
     """Return the assistant message for an earlier answer; ``thoughts`` are the fields of its pieces of thoughts."""
-    fields = StreamedMessage()
-    for one in thoughts:
-        fields.add(one)
-    message = fields.whole()
-    further = {call.get("id"): call for call in message.pop("tool_calls", ())}
+    message = together(thoughts)
+    further = {text_in(call.get("id")): call for call in objects_in(message.pop("tool_calls", None))}
     thinking = objects_in(message.get("content"))
     message |= {
         "role": "assistant",
         "content": [*thinking, text_part(text)] if thinking and text else thinking or text or None,
     }
     return {**message, "tool_calls": [{**further.get(call["id"], {}), **call} for call in calls]} if calls else message
+
+
+def together(thoughts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of several pieces of thoughts as fields of one message: their texts and lists in order.
+
+    A field that is neither text nor a list has the value of the last piece.
+    """
+    found: dict[str, list[Any]] = {}
+    for key, value in chain.from_iterable(one.items() for one in thoughts):
+        found.setdefault(key, []).append(value)
+    return {key: _sum(values) for key, values in found.items()}
+
+
+def _sum(values: list[Any]) -> Any:
+    if all(isinstance(value, str) for value in values):
+        return "".join(values)
+    return [*chain.from_iterable(values)] if all(isinstance(value, list) for value in values) else values[-1]
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -134,24 +149,30 @@ class Piece:
     """A thought, text or tool call in an answer.
 
     Attributes:
-        text: The text so far; for a call, the JSON text of its arguments.
+        parts: The parts of the text so far; for a call, of the JSON text of its arguments.
         id: The id of a call.
         name: The name of a call's function.
         fields: The fields of the message that a closed piece of thoughts has to bring back, in the form of a delta.
     """
 
     kind: Kind
-    text: str = ""
+    parts: list[str] = field(default_factory=list[str])
     id: str = ""
     name: str = ""
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.parts)
 
 
 Change: TypeAlias = tuple[Step, Piece, str]
 """What happened to a piece of an answer (opened, grown, closed), the piece, and the text that was added."""
 
-_UNSEALED = ("role", "content", "refusal", "tool_calls", "audio", "images")
-"""Fields of a message that other APIs can express, or that are too large for a seal."""
+_EXTRA = "extra_content"
+_SEALED = frozenset(("reasoning", "reasoning_content", "reasoning_details", _EXTRA))
+"""Fields of a message that the server wants back, with thoughts within the content."""
 
 
 class Pieces:
@@ -164,30 +185,34 @@ class Pieces:
 
     def add(self, delta: dict[str, Any]) -> Iterator[Change]:
         """Read a message or a delta, and yield the changes of pieces that it causes."""
-        fields = {key: value for key, value in delta.items() if value and key not in _UNSEALED}
-        parts = objects_in(delta.get("content"))
-        if thinking := [part for part in parts if part.get("type") == "thinking"]:
-            fields["content"] = thinking
-        self._fields.add(fields)
-        thoughts = thoughts_in(delta) or "".join(_text(objects_in(part.get("thinking"))) for part in thinking)
+        fields = {key: delta[key] for key in delta.keys() & _SEALED if delta[key]}
+        thoughts = thoughts_in(delta)
+        parts: list[dict[str, Any]] = []
+        if isinstance(delta.get("content"), list):
+            parts = objects_in(delta["content"])
+            if thinking := [part for part in parts if part.get("type") == "thinking"]:
+                fields["content"] = thinking
+                thoughts = thoughts or "".join(_text(objects_in(part.get("thinking"))) for part in thinking)
+        if fields:
+            self._fields.add(fields)
         if thoughts or (fields and self._open is None):
             yield from self._grow("thought", thoughts)
         if text := text_in(delta.get("content")) or text_in(delta.get("refusal")) or _text(parts):
             yield from self._grow("text", text)
-        self._calls.add(delta.get("tool_calls"))
+        if calls := delta.get("tool_calls"):
+            self._calls.add(calls)
 
     def end(self) -> Iterator[Change]:
         """Close the open piece, then open and close each tool call; yields these changes."""
         calls, self._calls = self._calls.whole(), StreamedCalls()
-        further = [{key: value for key, value in call.items() if key not in ("type", "function")} for call in calls]
-        if any(call.keys() - {"id"} for call in further):
+        if further := [{"id": call.get("id"), _EXTRA: call[_EXTRA]} for call in calls if call.get(_EXTRA)]:
             self._fields.add({"tool_calls": further})
         if self._fields.whole():
             yield from self._grow("thought", "")
         yield from self._close()
         for given in calls:
             function = given["function"]
-            call = Piece("call", text=function["arguments"], id=text_in(given.get("id")), name=function["name"])
+            call = Piece("call", [function["arguments"]], id=text_in(given.get("id")), name=function["name"])
             yield "opened", call, ""
             if call.text:
                 yield "grown", call, call.text
@@ -199,7 +224,7 @@ class Pieces:
             self._open = Piece(kind)
             yield "opened", self._open, ""
         if text:
-            self._open.text += text
+            self._open.parts.append(text)
             yield "grown", self._open, text
 
     def _close(self) -> Iterator[Change]:

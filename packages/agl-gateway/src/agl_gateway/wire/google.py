@@ -14,9 +14,10 @@ from typing import Any, cast
 
 import msgspec
 
-from agl.dialects import Request, StreamedMessage
+from agl.dialects import Request
 from agl.schemas import Json
 from agl_gateway.wire.chat import (
+    Piece,
     Pieces,
     answer_format,
     assistant_message,
@@ -28,6 +29,7 @@ from agl_gateway.wire.chat import (
     function_tool,
     image_part,
     text_part,
+    together,
     tool_call,
     unsupported,
     usage_of,
@@ -317,18 +319,18 @@ class _Candidate:
 
     def __init__(self) -> None:
         self._pieces = Pieces()
-        self._fields = StreamedMessage()
+        self._fields: list[dict[str, Any]] = []
 
     def delta(self, delta: dict[str, Any]) -> Iterator[dict[str, Json]]:
         for step, piece, text in self._pieces.add(delta):
-            self._fields.add(piece.fields)
+            self._add(piece)
             if step == "grown":
                 yield {"text": text, "thought": True} if piece.kind == "thought" else {"text": text}
 
     def end(self) -> Iterator[dict[str, Json]]:
         """Yield the parts for the tool calls; the first one, or else one without text, has the sealed thoughts."""
         for step, piece, _ in self._pieces.end():
-            self._fields.add(piece.fields)
+            self._add(piece)
             if step == "closed" and piece.kind == "call":
                 called = {"id": piece.id, "name": piece.name, "args": object_of(piece.text.encode())}
                 signature = seal({"id": piece.id, "arguments": piece.text, **self._unsealed()})
@@ -337,8 +339,12 @@ class _Candidate:
             yield {"text": "", "thoughtSignature": seal(fields)}
 
     def _unsealed(self) -> dict[str, Json]:
-        fields, self._fields = self._fields.whole(), StreamedMessage()
+        fields, self._fields = together(self._fields), []
         return {FIELDS: fields} if fields else {}
+
+    def _add(self, piece: Piece) -> None:
+        if piece.fields:  # a closed piece of thoughts
+            self._fields.append(piece.fields)
 
 
 class GoogleStream:

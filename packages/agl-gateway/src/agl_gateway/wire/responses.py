@@ -462,7 +462,7 @@ class ResponsesStream:
         where = {**where, "content_index": 0}
         logprobs: dict[str, Json] = {"logprobs": []} if is_text else {}
         if step == "grown":
-            if piece.text == text:
+            if len(piece.parts) == 1:
                 yield self._event("response.content_part.added", **where, part=_content_part(piece.kind, ""))
             yield self._event(f"{kind}.delta", **where, delta=text, **logprobs)
         elif step == "closed" and piece.text:

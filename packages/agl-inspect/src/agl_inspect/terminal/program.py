@@ -106,7 +106,8 @@ class PluginGroup(click.Group):
                 click.echo(visible(traceback.format_exc()), err=True)
             raise click.ClickException(visible(str(error))) from error
         except OSError as error:  # such as a full disk; click and the commands treat a closed terminal or pipe
-            if ctx.params.get("debug") or error.errno in (errno.EPIPE, errno.EIO):
+            # Errors of sockets and of libraries for HTTP are OSErrors without a number, and often without a text.
+            if ctx.params.get("debug") or error.errno in (None, errno.EPIPE, errno.EIO):
                 raise
             hint = "correct that and repeat the command; agl --debug shows the traceback"
             raise click.ClickException(visible(f"the operating system refused: {error}; {hint}")) from error
@@ -202,10 +203,10 @@ def main() -> None:
         raise
 
 
-def _leave_threads(code: int) -> None:
+def _leave_threads(code: object) -> None:
     left = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
     if left:
         names = ", ".join(thread.name for thread in left)
         logging.getLogger(__name__).warning("the command has ended, and stops threads that still run: %s", names)
         sys.stdout.flush()
-        os._exit(code)
+        os._exit(code if isinstance(code, int) else code is not None)  # as Python itself does
