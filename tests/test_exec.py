@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from agl_inspect.terminal.program import cli
 from agl_testing.model_server import ScriptedModelServer
+from agl_testing.plugins import PluginFolder
 
 from .programs import alive
 
@@ -82,6 +83,11 @@ def test_program_that_cannot_start_is_a_readable_error_and_leaves_no_rollout(agl
     assert [before] == [row["rollout"] for row in read("runs", folder=tmp_path)]
 
 
+def test_wrong_upstream_of_the_environment_is_reported_with_its_variable() -> None:
+    done = CliRunner().invoke(cli, ["exec", "--", "true"], env={"OPENAI_BASE_URL": "http://h/v1?key=1"})
+    assert (1, True) == (done.exit_code, done.stderr.startswith("Error: OPENAI_BASE_URL 'http")), done.stderr
+
+
 def test_program_that_does_not_exist_makes_no_store(agl: StartAgl, tmp_path: Path) -> None:
     record(agl, tmp_path, "--", "no-such-program-at-all")
 
@@ -132,6 +138,43 @@ def test_named_tracer_records_the_agents_of_the_program(agl: StartAgl, tmp_path:
 
     code, _, err = record(agl, tmp_path, "--tracer", "otle", *program)
     assert (1, True) == (code, "no tracer is named 'otle' (did you mean 'otel'?" in err), err
+
+
+FALLS = """
+import agl
+from agl.contracts import TracerEntry
+
+class Falls:
+    def install(self):
+        raise KeyError("no key")
+
+    def uninstall(self): ...
+    def current_span_id(self): ...
+    def worker_env(self): return {}
+    def flush(self, timeout_s): ...
+
+@agl.hookimpl
+def agl_tracers():
+    yield TracerEntry(name="falls", factory=Falls)
+"""
+
+
+def test_tracer_that_raises_does_not_end_the_recording(
+    agl: StartAgl,
+    tmp_path: Path,
+    server: ScriptedModelServer,
+    agl_plugins: PluginFolder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agl_plugins.install(FALLS, name="falls")
+    monkeypatch.setenv("PYTHONPATH", agl_plugins.environment["PYTHONPATH"])
+    program = ("--", sys.executable, "-c", PROGRAM.format(where=f"base_url={server.base_url!r},"))
+
+    code, _, err = record(agl, tmp_path, "--tracer", "falls", *program)
+
+    assert 3 == code
+    assert "agl: recorded 1 model call" in err, err
+    assert "agl: the tracer 'falls' records nothing, because it raised KeyError: 'no key'\n" in err
 
 
 FAMILY = """

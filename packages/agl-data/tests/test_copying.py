@@ -131,7 +131,7 @@ def test_queued_rollouts_of_a_copy_can_be_claimed(source, tmp_path):
 
 def test_one_experiment_is_copied_alone(source, tmp_path):
     done = run(str(source), str(tmp_path / "to.db"), "--experiment", "sql", "--json")
-    assert {"experiments": ["sql"], "rollouts": 4, "known": 0} == json.loads(done.stdout)
+    assert {"experiments": ["sql"], "rollouts": 4, "known": 0, "damaged": []} == json.loads(done.stdout)
     found = use(tmp_path / "to.db", contents)
     assert {"sql"} == {recording["rollout"]["experiment"] for recording in found["recordings"]}
     assert [["sql"]] == [sorted({version["name"] for version in versions}) for versions in found["resources"]]

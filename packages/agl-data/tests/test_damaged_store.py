@@ -1,6 +1,7 @@
 """Every export, the archive and every command that reads runs leave out a damaged record, and write the others."""
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -49,6 +50,67 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]
             database.commit()
 
     return make
+
+
+@pytest.fixture
+def damaged_parts(store: Callable[[], None]) -> None:
+    """Record the rollouts, and damage one, a span of the next and an attempt of the last."""
+    store()
+    with closing(sqlite3.connect("runs/agl.db")) as database:
+        database.execute("UPDATE attempts SET data = x'c1' WHERE id >> 14 = 4 AND id & 16383 = 1")
+        database.commit()
+
+
+def rows(path: str) -> dict[str, tuple[int, int]]:
+    """Return the numbers of attempts and spans of each rollout of a store."""
+    with closing(sqlite3.connect(path)) as database:
+        return {
+            name: (attempts, spans)
+            for name, attempts, spans in database.execute(
+                "SELECT rollout_id, (SELECT count(*) FROM attempts WHERE id >> 14 = seq), "
+                "(SELECT count(*) FROM spans WHERE key >> 38 = seq) FROM rollouts"
+            )
+        }
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(cli, [*words], obj=MANAGER)
+    assert (0, None) == (done.exit_code, done.exception), done.output
+    return done.stdout
+
+
+@pytest.mark.usefixtures("damaged_parts")
+def test_archive_removes_nothing_that_it_could_not_read() -> None:
+    before = rows("runs/agl.db")
+    shown = run("data", "archive", "archived", "--remove")
+    assert "archived 1 rollout" in shown
+    assert "left out 2 rollouts with damaged attempts or spans: sums-002, sums-003" in shown
+    assert {each: before[each] for each in ("sums-001", "sums-002", "sums-003")} == rows("runs/agl.db")
+    run("data", "restore", "archived", "--store", "restored.db")
+    assert {"sums-000": before["sums-000"]} == rows("restored.db")
+
+
+@pytest.mark.usefixtures("damaged_parts")
+def test_copy_leaves_out_damaged_rollouts_and_names_them() -> None:
+    before = rows("runs/agl.db")
+    shown = run("data", "copy", "runs/agl.db", "copy.db")
+    assert "left out 2 rollouts with damaged attempts or spans: sums-002, sums-003" in shown
+    assert shown.endswith("copied 1 experiment, 1 rollout\n")
+    assert {"sums-000": before["sums-000"]} == rows("copy.db")
+
+
+@pytest.mark.usefixtures("damaged_parts")
+def test_attempt_with_a_damaged_span_has_no_reward_and_does_not_train() -> None:
+    with closing(sqlite3.connect("runs/agl.db")) as database:  # the deciding attempt's reward
+        database.execute(
+            "UPDATE spans SET data = x'c1' WHERE key >> 38 = 1 AND (key >> 24) & 16383 = 2 AND key & 3 = 2"
+        )
+        database.commit()
+    assert "no reward: 1 span of the attempt cannot be read." in run("why", "sums-000")
+    exported = [json.loads(line) for line in run("data", "export", "--format", "transitions").splitlines()]
+    assert {"not_final": None, "unreadable": None} == {
+        each["reject"]: each["episode_reward"] for each in exported if each["rollout_id"] == "sums-000"
+    }
 
 
 @pytest.mark.parametrize("words", [*READS, *EXPORTS], ids=" ".join)

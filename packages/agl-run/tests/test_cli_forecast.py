@@ -1,5 +1,6 @@
 """``agl check --forecast``: its trial runs until the tokens are certain or time is up; costs on a named device."""
 
+import asyncio
 import json
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,10 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("httpx")
 
+from agl import AlgorithmEntry, PluginManager, PromptTemplate, Trainer, hookimpl
+from agl.contracts import AlgorithmContext
 from agl_inspect.terminal.program import cli
+from agl_run.forecast.step_size import run_size_of
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 AGENT = """
@@ -133,3 +137,39 @@ def test_device_without_an_algorithm_on_tokens_is_left_out(folder: Path) -> None
     found = plan("--device", "h100", "--model", "config.json", "--json")
 
     assert json.loads(found.stdout)["algorithms"][0]["on_device"] is None
+
+
+class Waiting:
+    """An algorithm that knows the size of its run only while the experiment runs."""
+
+    def run_size(self, context: AlgorithmContext) -> tuple[int, int]:
+        return len(context.endpoint("main").model), 1
+
+    async def setup(self, context: AlgorithmContext) -> None: ...
+
+    async def step(self) -> None: ...
+
+    def state(self) -> None: ...
+
+    async def restore(self, state: object) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class WaitingPlugin:
+    @hookimpl
+    def agl_algorithms(self) -> list[AlgorithmEntry]:
+        return [AlgorithmEntry(name="waiting", factory=Waiting, tunes=("prompt_template",))]
+
+
+def test_size_of_a_run_that_only_the_running_experiment_knows_is_left_open(tmp_path: Path) -> None:
+    manager = PluginManager.from_environment()
+    manager.register(WaitingPlugin(), name="waiting")
+    trainer = Trainer(
+        algorithm="waiting",
+        initial_resources={"prompt": PromptTemplate(template="a")},
+        folder=tmp_path,
+        plugins=manager,
+    )
+    plan = trainer.plan(lambda task: 1.0, ["t"])
+    assert (0, 0) == asyncio.run(run_size_of(plan, plan.config.algorithm[0]))

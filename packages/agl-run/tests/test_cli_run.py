@@ -117,8 +117,18 @@ def test_interrupt_before_the_run_begins_says_that_there_is_nothing_to_continue(
     assert (130, True) == (done.exit_code, "stopped before anything was saved" in done.stderr)
     assert "--resume" not in done.stderr
     assert 0 == run("run", "experiment.toml", "--quiet").exit_code
-    done = run(*early, "--resume")
+    done = run(*early)
     assert (130, True) == (done.exit_code, "experiment 'kept' is finished, and there is nothing" in done.stderr)
+    done = run(*early, "--resume")  # perhaps of further steps
+    assert (130, True) == (done.exit_code, "--quiet --resume" in done.stderr)
+
+
+def test_interrupt_of_a_run_whose_store_does_not_answer_proposes_to_continue(folder: Path) -> None:
+    (folder / "stopped.py").write_text("raise KeyboardInterrupt\n")
+    (folder / "kept.db").write_text("no database, and perhaps one again tomorrow")
+    store = ("--set", "experiment.store=sqlite:///kept.db")
+    done = run("run", "experiment.toml", "--set", "experiment.agent=stopped:solve", *store)
+    assert (130, True) == (done.exit_code, done.stderr.endswith("--resume\n")), done.stderr
 
 
 def test_what_an_agent_prints_is_not_in_the_json(folder: Path) -> None:

@@ -114,6 +114,15 @@ def test_file_system_without_locks_is_refused_with_the_remedy(tmp_path, monkeypa
         ExperimentLock(tmp_path).acquire()
 
 
+def test_folder_that_cannot_be_made_is_not_reported_as_a_lock(tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(OSError, match="No space left"):
+        ExperimentLock(tmp_path / "work").acquire()
+
+
 def test_lock_of_a_folder_that_was_removed_is_released(tmp_path):
     lock = ExperimentLock(tmp_path / "work")
     lock.acquire()

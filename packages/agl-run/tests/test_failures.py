@@ -12,6 +12,7 @@ from agl.contracts import AlgorithmContext, StepReport
 from agl.errors import RunError
 from agl_inspect.terminal.program import cli
 from agl_run import Quiet
+from agl_run.agents.importing import place_in
 
 AGENT = """
 import builtins
@@ -77,12 +78,19 @@ def test_trial_in_which_every_rollout_failed_has_exit_status_1(
 
 
 def test_trial_names_the_line_of_the_agents_own_code_at_which_an_error_left_it(tmp_path: Path) -> None:
-    (tmp_path / "parsing_agent.py").write_text("import json\n\n\ndef solve(task):\n    return json.loads(task['do'])\n")
+    agent = "import json\n\n\ndef solve(task):\n    return json.loads(task['do'])\n"
+    (tmp_path / "parsing_agent.py").write_text(agent)
     changed = ("--set", "experiment.agent=parsing_agent:solve")
     result = run(tmp_path, train=tasks("raise"), val=[], words=changed, command="dev")
 
     assert "  json.decoder.JSONDecodeError: Expecting value" in result.output
     assert "  at parsing_agent.py:5\n" in result.output
+
+
+def test_place_of_an_error_is_not_read_from_its_message(tmp_path: Path) -> None:
+    frame, said = f'  File "{tmp_path}/agent.py", line 3, in solve', f'see File "{tmp_path}/data.py", line 7'
+    assert "agent.py:3" == place_in(f"{frame}\nValueError: {said}\n", tmp_path)
+    assert "agent.py:3" == place_in(f"  | {frame}\n  | ValueError: {said}\n", tmp_path)  # of an exception group
 
 
 def test_run_whose_training_rollouts_all_failed_counts_as_failed(tmp_path: Path) -> None:

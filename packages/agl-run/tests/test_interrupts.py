@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -68,29 +69,18 @@ def test_interrupt_while_the_work_ends_stops_that_as_well() -> None:
     assert (2, True) == (work.stops, work.has_ended)
 
 
-def test_work_that_ends_in_spite_of_an_interrupt_returns_its_result() -> None:
-    began = threading.Event()
+def test_interrupt_is_raised_although_the_work_ends_in_spite_of_it() -> None:
+    class Stubborn(Work):
+        async def run(self) -> None:
+            with suppress(asyncio.CancelledError):
+                await super().run()
 
-    async def work() -> str:
-        began.set()
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            return "finished"
-        return ""
-
-    def interrupt() -> None:
-        assert began.wait(10)
-        threading.Event().wait(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert "finished" == run_blocking(work)
-    thread.join()
+    work = Stubborn(ending_s=0.0)
+    interrupted(work, 0.1)
+    assert (1, True) == (work.stops, work.has_ended)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
 def test_exit_that_code_of_the_run_raises_is_an_error_with_its_place(error: BaseException) -> None:
     async def work() -> None:
         raise error

@@ -37,7 +37,7 @@ from agl_run.worker.admission import (
     unreachable_policies,
 )
 from agl_run.worker.current import PinnedResources
-from agl_run.worker.invitation import Invitation, RunningExperiment, UnclaimedReport, load_running, make_running
+from agl_run.worker.invitation import Announcement, Invitation, UnclaimedReport, load_running, make_running
 from agl_run.worker.remote import RemoteWorker
 from agl_run.worker.remote_gateway import RemoteGateway
 from agl_testing.waiting import eventually
@@ -59,7 +59,7 @@ def a_plan(folder: Path, **changes: Any) -> Plan:
     return make_worker_plan(parse_config(data), folder=folder, manager=PluginManager())
 
 
-def a_serving(plan: Plan, **changes: Any) -> RunningExperiment:
+def a_serving(plan: Plan, **changes: Any) -> Announcement:
     """Return the record of a running experiment with this plan."""
     upstream = Upstream(name="main", base_url="http://me:my-key@127.0.0.1:8000/v1", model="small")
     llm = LLM(endpoint="http://me:my-key@127.0.0.1:8000/v1", model="small", api_key="my-key")

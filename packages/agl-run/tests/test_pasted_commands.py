@@ -1,10 +1,8 @@
 """Commands that messages propose work when pasted, because they repeat the store, overrides and options in use."""
 
-import os
 import re
 import shlex
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +97,6 @@ def test_check_proposes_the_run_that_it_checked(folder: Path) -> None:
     (command,) = proposed(agl("check", "e.toml", "--set", "experiment.workdir=work here").output)
     assert "agl run e.toml --set 'experiment.workdir=work here'" == command
     assert 0 == pasted(command).exit_code
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "trainer.pid"])
-def test_run_writes_through_no_link_or_pipe_of_its_work_folder(folder: Path, name: str) -> None:
-    (folder / "precious").write_text("keep")
-    work = folder / "runs" / tomllib.loads(FILE)["experiment"]["name"]
-    work.mkdir(parents=True)
-    for make in (lambda path: path.symlink_to(folder / "precious"), os.mkfifo):
-        make(work / name)
-        assert f"{name} is a link or a pipe" in agl("run", "e.toml").output
-        (work / name).unlink()
-    assert "keep" == (folder / "precious").read_text()
 
 
 @pytest.mark.parametrize("fails", ["a", "ab"])

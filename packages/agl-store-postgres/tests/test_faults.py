@@ -11,10 +11,11 @@ from functools import partial
 import psycopg
 import pytest
 
+from agl import semconv
 from agl.contracts import RolloutQuery
 from agl.errors import StoreError
 from agl.schemas import Rollout
-from agl.stores import read_recordings
+from agl.stores import is_readable, read_recordings
 from agl_store_postgres import connections, writer
 from agl_store_postgres.store import PostgresStore
 from agl_testing.stores.samples import make_span
@@ -222,6 +223,9 @@ def test_damaged_records_hide_no_others(server: Server, url: str, options: str) 
             connection.execute(f"UPDATE {schema}.rollouts SET data = '\\xc1' WHERE rollout_id = 'ro-0'")
             own = f"SELECT attempt FROM {schema}.rollouts WHERE rollout_id = 'ro-1'"
             connection.execute(f"UPDATE {schema}.spans SET data = '\\xc1' WHERE sequence = 2 AND attempt = ({own})")
+            connection.execute(
+                f"UPDATE {schema}.attempts SET data = '\\xc1' WHERE id = ({own.replace('ro-1', 'ro-2')})"
+            )
         for query in (
             RolloutQuery(limit=1),
             RolloutQuery(limit=1, sort="created_at"),
@@ -229,9 +233,10 @@ def test_damaged_records_hide_no_others(server: Server, url: str, options: str) 
         ):
             recordings = [each async for each in read_recordings(store, query, spans="all")]
             assert ["ro-1", "ro-2", "ro-3"] == [each.rollout.rollout_id for each in recordings]
-            assert [["work", "unreadable", "work"], *[["work"] * 3] * 2] == [
+            assert [["work", semconv.UNREADABLE, "work"], *[["work"] * 3] * 2] == [
                 [span.name for span in each.spans] for each in recordings
             ]
+            assert [False, False, True] == [is_readable(each) for each in recordings]
         await store.close()
 
     asyncio.run(body())

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from agl import semconv
 from agl.contracts import RolloutQuery, Store
 from agl.schemas import Rollout
-from agl.stores import read_recordings
+from agl.stores import is_readable, read_recordings
 from agl_gateway.client import HttpStore
 from agl_store_redis.store import RedisStore
 from agl_store_sqlite._store import SQLiteStore
@@ -102,12 +103,15 @@ def test_damaged_records_hide_no_others(server: Server, url: str) -> None:
             server.run("HSET", key, "d", b"\xc1")
         for key in server.run("KEYS", "*s/ro-1/1"):
             server.run("LSET", key, 1, server.run("LINDEX", key, 1)[:4] + b"\xc1")
+        for key in server.run("KEYS", "*r/ro-2"):
+            server.run("HSET", key, "1", b"\xc1")
         for query in (RolloutQuery(limit=1), RolloutQuery(experiment="", status=("running",))):
             recordings = [each async for each in read_recordings(store, query, spans="all")]
             assert ["ro-1", "ro-2", "ro-3"] == [each.rollout.rollout_id for each in recordings]
-            assert [["work", "unreadable", "work"], *[["work"] * 3] * 2] == [
+            assert [["work", semconv.UNREADABLE, "work"], *[["work"] * 3] * 2] == [
                 [span.name for span in each.spans] for each in recordings
             ]
+            assert [False, False, True] == [is_readable(each) for each in recordings]
         await store.close()
 
     asyncio.run(body())

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from agl import semconv
 from agl.contracts import RolloutQuery
 from agl.errors import NotFoundError
 from agl.schemas import Outcome, Rollout, encode
-from agl.stores import all_spans, read_recordings
+from agl.stores import all_spans, is_readable, read_recordings
 from agl_store_sqlite._store import SQLiteStore
+from agl_store_sqlite.sql.rows import readable_page
 from agl_testing.stores.samples import make_span
 
-GARBAGE = ("x'c1ff'", "'garbage'", "zeroblob(9)")
+GARBAGE = ("x'c1ff'", "CAST('garbage' AS BLOB)", "zeroblob(9)")
 
 
 class File:
@@ -95,28 +97,34 @@ def test_rollout_whose_id_is_a_path_is_damaged(file: File) -> None:
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 @pytest.mark.parametrize("place", [1, 2, 5])
-def test_span_called_unreadable_stands_for_a_damaged_one(file: File, garbage: str, place: int) -> None:
+def test_unreadable_span_stands_for_a_damaged_one(file: File, garbage: str, place: int) -> None:
     file.change(f"UPDATE spans SET data = {garbage} WHERE key & 0xffffff = {place} AND key >> 38 = 2")
 
     async def body(store: SQLiteStore) -> None:
         spans = await all_spans(store, "a-1")
         assert [1, 2, 3, 4, 5] == [span.sequence for span in spans]
         odd = spans.pop(place - 1)
-        assert ("unreadable", "error", "a-1", "a-1.1") == (odd.name, odd.status, odd.rollout_id, odd.attempt_id)
-        assert not [span for span in spans if span.name == "unreadable"]
-        assert "unreadable" not in {span.name for span in await all_spans(store, "a-2")}
+        assert (semconv.UNREADABLE, "error", "a-1", "a-1.1") == (odd.name, odd.status, odd.rollout_id, odd.attempt_id)
+        assert not [span for span in spans if span.name == semconv.UNREADABLE]
+        assert semconv.UNREADABLE not in {span.name for span in await all_spans(store, "a-2")}
 
     file.use(body)
 
 
-def test_damaged_attempt_is_left_out(file: File, caplog: pytest.LogCaptureFixture) -> None:
-    file.change("UPDATE attempts SET data = 'garbage' WHERE id >> 14 = 3")
+def test_attempt_with_an_error_stands_for_a_damaged_one(file: File, caplog: pytest.LogCaptureFixture) -> None:
+    file.change("UPDATE attempts SET data = x'c1' WHERE id >> 14 = 3")
 
     async def body(store: SQLiteStore) -> None:
-        assert ([], 1) == (await store.attempts("a-2"), len(await store.attempts("a-3")))
+        (odd,), (whole,) = await store.attempts("a-2"), await store.attempts("a-3")
+        assert ("a-2.1", 1, "succeeded") == (odd.attempt_id, odd.number, odd.status)
+        assert odd.error is not None
+        assert (semconv.UNREADABLE, None) == (odd.error.type, whole.error)
+        assert [True, True, False, True] == [
+            is_readable(each) async for each in read_recordings(store, RolloutQuery(status=("succeeded",)))
+        ]
 
     file.use(body)
-    assert ["Attempt of rollout 'a-2' is damaged"] == [each[:35] for each in caplog.messages]
+    assert ["attempt 'a-2.1' is damaged"] == [each[:26] for each in caplog.messages]
 
 
 def test_worker_claims_what_stands_behind_a_damaged_rollout(file: File) -> None:
@@ -145,3 +153,50 @@ def test_damaged_running_record_stops_nothing_at_its_deadline(file: File, table:
     file.change(f"UPDATE {table} SET data = x'c1' WHERE status = 'running'")
     file.now += 60
     file.use(go_on)
+
+
+def test_damaged_running_attempt_fails_no_batch(file: File) -> None:
+    async def body(store: SQLiteStore) -> None:
+        claims = await store.claim(worker="w", limit=2)
+        ids = [claim.attempt.attempt_id for claim in claims]
+        file.change("UPDATE attempts SET data = x'c1' WHERE id >> 14 = 5")
+        assert ids == await store.renew(ids, lease_s=60)
+        await store.append_spans([make_span(claim) for claim in claims])
+        outcomes = [Outcome(attempt_id=each, status="succeeded") for each in ids]
+        assert ["succeeded"] * 2 == [rollout.status for rollout in await store.finish(outcomes)]
+
+    file.use(body)
+
+
+def test_damaged_running_attempt_is_cancelled(file: File) -> None:
+    async def body(store: SQLiteStore) -> None:
+        await store.claim(worker="w")
+        file.change("UPDATE attempts SET data = x'c1' WHERE id >> 14 = 5")
+        assert ["cancelled"] == [rollout.status for rollout in await store.cancel(["q-0"])]
+
+    file.use(body)
+
+
+def test_claim_from_any_experiment_takes_the_oldest(file: File) -> None:
+    async def body(store: SQLiteStore) -> None:
+        await store.enqueue([Rollout(rollout_id=f"b-{n}", task=n, experiment="abc"[n % 3]) for n in range(6)])
+        found = [claim.rollout.rollout_id for claim in await store.claim(worker="w", limit=5)]
+        assert ["q-0", "q-1", "b-0", "b-1", "b-2"] == found
+
+    file.use(body)
+
+
+def test_page_behind_many_damaged_rows_is_read_in_few_steps() -> None:
+    fetched: list[int] = []
+
+    def fetch(limit: int) -> list[int]:
+        fetched.append(limit)
+        return list(range(3_000))[:limit]
+
+    def read(row: int) -> Rollout:
+        if row < 2_000:
+            raise NotFoundError("rollout", str(row))
+        return Rollout(rollout_id=str(row), task=row)
+
+    assert ["2000"] == [each.rollout_id for each in readable_page(fetch, read, 1)]
+    assert 12 == len(fetched)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agl import semconv
 from agl.errors import StoreError
 from agl.schemas import Json, ModelCall, Span, pack_ids
 from agl_store_sqlite.sql.packing import AttemptSpans, Packer, Unpacker, place_spans
@@ -309,7 +310,7 @@ def test_span_that_cannot_be_stored_is_named_and_nothing_is_built_on_it() -> Non
 def test_call_that_refers_to_a_later_one_is_damage() -> None:
     kept = Kept(conversation(2))
     span = Unpacker(kept.fetch, rollout_id="r", number=1).unpack(kept.data[2], sequence=1)
-    assert ("unreadable", "r.1", 1, None) == (span.name, span.attempt_id, span.sequence, span.call)
+    assert (semconv.UNREADABLE, "r.1", 1, None) == (span.name, span.attempt_id, span.sequence, span.call)
     assert span.status_message.endswith("the call at sequence 1 refers to one at 1")
 
 

@@ -70,6 +70,15 @@ def test_run_refuses_a_store_that_lacks_a_part_of_the_contract(tmp_path: Path) -
     assert str(refused.value).startswith(LACKS)
 
 
+def test_run_refuses_a_store_object_that_lacks_a_part_of_the_contract(tmp_path: Path) -> None:
+    class Half:
+        async def close(self) -> None: ...
+
+    trainer = agl.Trainer(store=Half(), folder=tmp_path, progress=Quiet())  # pyright: ignore[reportArgumentType]  # the mistake
+    with pytest.raises(PluginError, match="the store 'Half' of the plugin 'Half' lacks enqueue, "):
+        trainer.fit(solve, val_dataset=[1])
+
+
 def test_stores_that_come_with_agl_have_the_whole_contract(tmp_path: Path) -> None:
     pytest.importorskip("agl_gateway")
     manager = agl.PluginManager.from_environment()

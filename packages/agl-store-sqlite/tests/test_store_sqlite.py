@@ -245,6 +245,18 @@ def test_store_whose_file_was_removed_takes_no_more_writes(tmp_path: Path) -> No
     asyncio.run(body())
 
 
+def test_store_of_a_relative_path_survives_a_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def body() -> None:
+        store = SQLiteStore("sqlite:///runs.db")
+        monkeypatch.chdir("/")
+        await store.enqueue([Rollout(rollout_id="after", task=1)])
+        await store.close()
+
+    asyncio.run(body())
+
+
 def test_removed_rollouts_are_no_lost_changes(tmp_path: Path) -> None:
     async def body() -> None:
         store = await write(tmp_path / "runs.db", rollouts=3)

@@ -55,6 +55,9 @@ UNRECORDED = "agl.unrecorded"
 The value is ``policy`` for a call to a policy's server, ``foreign`` for a call to any other server.
 """
 
+UNREADABLE = "agl.unreadable"
+"""The name of a span, and the error type of an attempt, that stand for a damaged one that a store cannot read."""
+
 NOT_STORED = "agl.not_stored"
 """On a span that is only partly stored: the reason why parts are missing."""
 

@@ -15,11 +15,12 @@ from agl.contracts import ExperimentRecord, Recording, RolloutQuery, Store, Trai
 from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.hints import count_of, did_you_mean
 from agl.schemas import Record
-from agl.stores import TableStore, read_recordings
+from agl.stores import TableStore, is_readable, read_recordings
 from agl_inspect.terminal.opening import complete_experiment, new_store, pass_manager, resolve_url, with_store
 from agl_inspect.terminal.output import json_option, print_json
 from agl_inspect.terminal.query import pages
 
+_NAMED = 10
 _ROLLOUTS, _SPANS, _ROWS = 200, 5_000, 1_000
 """Largest numbers of rollouts, of spans and of other records in one write."""
 
@@ -34,11 +35,13 @@ class Copied(Record, frozen=True, kw_only=True, omit_defaults=False):
         experiments: Names of the copied experiments.
         rollouts: Number of copied rollouts.
         known: Number of rollouts that the target already had.
+        damaged: Ids of rollouts with an attempt or a span that cannot be read, which are not copied.
     """
 
     experiments: list[str]
     rollouts: int
     known: int
+    damaged: list[str]
 
 
 @click.command("copy")
@@ -74,6 +77,11 @@ def copy(manager: PluginManager, source: str, target: str, names: tuple[str, ...
         print_json(done)
         return
     known = f"; {done.known} were there already" if done.known else ""
+    if done.damaged:
+        click.echo(
+            f"left out {count_of(len(done.damaged), 'rollout')} with damaged attempts or spans: "
+            f"{', '.join(done.damaged[:_NAMED])}{' and more' if len(done.damaged) > _NAMED else ''}"
+        )
     click.echo(f"copied {count_of(len(done.experiments), 'experiment')}, {count_of(done.rollouts, 'rollout')}{known}")
 
 
@@ -91,14 +99,15 @@ async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Co
     await _copy_resources(source, target, sorted(chosen) if names else [each.name for each in await source.resources()])
     total = sum(count for count, _ in resources.values())
     with click.progressbar(length=total, label="copying rollouts", file=sys.stderr) as bar:
-        new = [await _copy_rollouts(source, target, name, bar.update) for name in resources]
+        damaged: list[str] = []
+        new = [await _copy_rollouts(source, target, name, bar.update, damaged) for name in resources]
     for name in sorted({record.name for record in records}.union(resources)):
         await _copy_metrics(source, target, name)
     await _copy_other_states(source, target, names)
     for record in records:
         await _copy_experiment(source, target, record)
     experiments = sorted({record.name for record in records}.union(resources))
-    return Copied(experiments=experiments, rollouts=sum(new), known=total - sum(new))
+    return Copied(experiments=experiments, rollouts=sum(new), known=total - sum(new) - len(damaged), damaged=damaged)
 
 
 async def _survey(source: Store, names: Sequence[str]) -> dict[str, tuple[int, set[str]]]:
@@ -146,11 +155,13 @@ async def _copy_resources(source: Store, target: TableStore, names: Sequence[str
             await target.restore([], moves=moves)
 
 
-async def _copy_rollouts(source: Store, target: TableStore, experiment: str, tell: Tell) -> int:
-    """Copy the rollouts of an experiment; returns how many are new."""
+async def _copy_rollouts(source: Store, target: TableStore, experiment: str, tell: Tell, damaged: list[str]) -> int:
+    """Copy an experiment's rollouts, and add the ids of damaged ones to ``damaged``; returns how many are new."""
     new = 0
     async for batch in _batches(source, RolloutQuery(experiment=experiment)):
-        new += len(await target.restore(batch))
+        whole = [recording for recording in batch if is_readable(recording)]
+        damaged += [recording.rollout.rollout_id for recording in batch if not is_readable(recording)]
+        new += len(await target.restore(whole))
         tell(len(batch))
     return new
 

@@ -33,6 +33,7 @@ from agl_store_sqlite.sql.rows import (
     containing,
     number_of,
     order_of,
+    read_attempt,
     read_change,
     read_rollout,
     read_rollouts,
@@ -169,13 +170,18 @@ class PostgresReads:
 
     def attempts(self, rollout_id: str) -> list[Attempt]:
         rows = self._all(
-            f"SELECT a.data FROM rollouts r LEFT JOIN attempts a ON a.id BETWEEN r.seq << {ATTEMPT_BITS} "
-            f"AND (r.seq << {ATTEMPT_BITS} | {NUMBER_MASK}) WHERE r.rollout_id = %s ORDER BY a.id",
+            f"SELECT a.id, a.status, a.data FROM rollouts r LEFT JOIN attempts a "
+            f"ON a.id BETWEEN r.seq << {ATTEMPT_BITS} AND (r.seq << {ATTEMPT_BITS} | {NUMBER_MASK}) "
+            "WHERE r.rollout_id = %s ORDER BY a.id",
             rollout_id,
         )
         if not rows:
             raise NotFoundError("rollout", rollout_id)
-        return readable((data for (data,) in rows), Attempt, of=f"rollout {rollout_id!r}")
+        return [
+            read_attempt(data, rollout_id, number=key & NUMBER_MASK, status=status)
+            for key, status, data in rows
+            if key is not None
+        ]
 
     def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000

@@ -15,7 +15,7 @@ from agl_store_redis.layout import list_name
 from agl_store_redis.loading import read_stored
 from agl_store_redis.scripts import call
 from agl_store_sqlite.sql.packing import Unpacker
-from agl_store_sqlite.sql.rows import MODES, STATUSES, by_status, containing, number_of, readable_page
+from agl_store_sqlite.sql.rows import MODES, STATUSES, by_status, containing, number_of, read_attempt, readable_page
 from agl_store_sqlite.sql.statistics import read_statistics
 
 _PART_BYTES = 8 << 20
@@ -105,7 +105,16 @@ class RedisReads:
     def _read(self, row: Mapping[bytes, bytes]) -> Rollout:
         _, rollout = read_stored(int(row[b"n"]), row[b"p"], row[b"d"])
         numbers = sorted(int(name) for name in row if name.isdigit())
-        attempts = readable((row[b"%d" % number] for number in numbers), Attempt, of=f"rollout {rollout.rollout_id!r}")
+        status = "lost" if rollout.status == "queued" else rollout.status
+        attempts = [
+            read_attempt(
+                row[b"%d" % number],
+                rollout.rollout_id,
+                number=number,
+                status=status if number == rollout.attempts else "lost",
+            )
+            for number in numbers
+        ]
         self._seen[rollout.rollout_id] = rollout, attempts
         return rollout
 

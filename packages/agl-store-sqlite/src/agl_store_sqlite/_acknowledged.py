@@ -29,7 +29,7 @@ class AcknowledgedCursor:
     """
 
     def __init__(self, path: Path) -> None:
-        self._store = path
+        self._store = path.absolute()  # this process may change its folder
         self._path = path.with_name(f"{path.name}-acknowledged")
         self._file: int | None = None
         self._has_warned = False
@@ -70,8 +70,8 @@ class AcknowledgedCursor:
         """Raise :class:`StoreError` if the store's file was removed; SQLite would go on to write into nothing."""
         if self._file is not None and not os.path.exists(self._store):
             raise StoreError(
-                f"the store {self._store} was removed while this process used it, and nothing more is recorded; start "
-                "the experiment again with --fresh"
+                f"the store {self._store} was removed while this process used it, and nothing more is recorded: stop "
+                "this process and start it again"
             )
 
     def note(self, cursor: int) -> None:

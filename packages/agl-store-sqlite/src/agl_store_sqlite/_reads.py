@@ -36,6 +36,7 @@ from agl_store_sqlite.sql.rows import (
     containing,
     number_of,
     order_of,
+    read_attempt,
     read_change,
     read_rollout,
     read_rollouts,
@@ -152,10 +153,11 @@ class SQLiteReads:
 
     def attempts(self, rollout_id: str) -> list[Attempt]:
         low = self._seq(rollout_id)[0] << ATTEMPT_BITS
-        sql = "SELECT data FROM attempts WHERE id BETWEEN ? AND ? ORDER BY id"
-        return readable(
-            (data for (data,) in self._db.execute(sql, (low, low | NUMBER_MASK))), Attempt, of=f"rollout {rollout_id!r}"
-        )
+        sql = "SELECT id, status, data FROM attempts WHERE id BETWEEN ? AND ? ORDER BY id"
+        return [
+            read_attempt(data, rollout_id, number=key & NUMBER_MASK, status=status)
+            for key, status, data in self._db.execute(sql, (low, low | NUMBER_MASK))
+        ]
 
     def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
@@ -164,7 +166,8 @@ class SQLiteReads:
         low, high = span_range(attempt)
 
         def fetch(sequence: int) -> bytes:
-            return self._db.execute("SELECT data FROM spans WHERE key = ?", (low | sequence,)).fetchone()[0]
+            ((data,),) = self._db.execute("SELECT data FROM spans WHERE key = ?", (low | sequence,))
+            return data
 
         unpacker = Unpacker(fetch, rollout_id=rollout_id, number=attempt & NUMBER_MASK)
         rows = self._db.execute(

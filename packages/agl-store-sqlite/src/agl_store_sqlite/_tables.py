@@ -1,5 +1,6 @@
 """The tables of the SQLite store, over one connection inside a transaction."""
 
+import heapq
 import math
 import sqlite3
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 from agl.contracts import Metric, Statistics
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span, decode, encode, rollout_id_of, to_json
-from agl.stores import DAMAGE, MAX_SEQUENCE, deadline, note_damage
+from agl.stores import MAX_SEQUENCE, deadline
 from agl_store_sqlite.sql.packing import AttemptSpans, Packer, place_spans
 from agl_store_sqlite.sql.rows import (
     ATTEMPT_BITS,
@@ -20,6 +21,7 @@ from agl_store_sqlite.sql.rows import (
     Row,
     number_of,
     progress_row,
+    read_attempt,
     read_rollout,
     read_rollouts,
 )
@@ -78,20 +80,17 @@ class SQLiteTables:
 
     def held(self, attempt_id: str) -> Claim | None:
         row = self._db.execute(
-            f"SELECT {ROLLOUT}, a.data FROM rollouts r JOIN attempts a ON a.id = r.seq << {ATTEMPT_BITS} | ? "
-            "WHERE r.rollout_id = ?",
+            f"SELECT {ROLLOUT}, a.id, a.status, a.data FROM rollouts r "
+            f"JOIN attempts a ON a.id = r.seq << {ATTEMPT_BITS} | ? WHERE r.rollout_id = ?",
             (number_of(attempt_id), rollout_id_of(attempt_id)),
         ).fetchone()
         return row and self._claim(row)
 
     def queued(self, experiment: str | None, limit: int) -> list[Rollout]:
         names = self._queued_experiments() if experiment is None else [experiment]
-        found = [rollout for name in names for rollout in self._queue(name, limit)]
-        return sorted(found, key=lambda rollout: self._seqs[rollout.rollout_id])[:limit]
-
-    def _queue(self, experiment: str, limit: int) -> list[Rollout]:
         sql = f"SELECT {ROLLOUT} FROM rollouts r WHERE status = 'queued' AND experiment = ? ORDER BY seq"
-        return list(islice(read_rollouts(self._db.execute(sql, (experiment,)), self._rollout), limit))
+        oldest_first = heapq.merge(*(self._db.execute(sql, (name,)) for name in names))  # rows begin with seq
+        return list(islice(read_rollouts(oldest_first, self._rollout), limit))
 
     def _queued_experiments(self) -> list[str]:
         """Return the names of experiments with queued rollouts, by skipping from name to name in the index."""
@@ -120,27 +119,17 @@ class SQLiteTables:
     def _claims(self, condition: str, value: object) -> list[Claim]:
         """Return the running attempts that meet a condition."""
         rows = self._db.execute(
-            f"SELECT {ROLLOUT}, a.data FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
-            f"WHERE a.status = 'running' AND {condition}",
+            f"SELECT {ROLLOUT}, a.id, a.status, a.data FROM attempts a "
+            f"JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} WHERE a.status = 'running' AND {condition}",
             (value,),
         )
-        claims = (self._running(row) for row in rows.fetchall())
-        return [claim for claim in claims if claim is not None]
-
-    def _running(self, row: Row) -> Claim | None:
-        """Return a running attempt; a damaged one becomes overdue, as its deadline would end every transaction."""
-        try:
-            rollout = self._rollout(row[:-1])
-        except NotFoundError:
-            self._db.execute("UPDATE attempts SET status = 'lost' WHERE id >> ? = ?", (ATTEMPT_BITS, row[0]))
-            return None
-        try:
-            return Claim(rollout=rollout, attempt=decode(row[-1], Attempt))
-        except DAMAGE as error:
-            note_damage(f"Attempt of rollout {rollout.rollout_id!r}", str(error))
-            attempt_id, own = rollout.attempt_id or "", rollout.rollout_id
-            attempt = Attempt(attempt_id=attempt_id, rollout_id=own, number=rollout.attempts, worker="unknown")
-            return Claim(rollout=rollout, attempt=attempt)
+        claims: list[Claim] = []
+        for row in rows.fetchall():
+            try:
+                claims.append(self._claim(row))
+            except NotFoundError:  # the deadline of a damaged rollout would end every transaction
+                self._db.execute("UPDATE attempts SET status = 'lost' WHERE id = ?", (row[-3],))
+        return claims
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         if not rollouts:
@@ -258,7 +247,10 @@ class SQLiteTables:
         return rollout
 
     def _claim(self, row: Row) -> Claim:
-        return Claim(rollout=self._rollout(row[:-1]), attempt=decode(row[-1], Attempt))
+        *of, attempt, status, data = row
+        rollout = self._rollout(tuple(of))
+        found = read_attempt(data, rollout.rollout_id, number=attempt & NUMBER_MASK, status=status)
+        return Claim(rollout=rollout, attempt=found)
 
     def _key(self, rollout_id: str, number: int) -> int:
         """Return the key of an attempt of a rollout that this transaction has read."""

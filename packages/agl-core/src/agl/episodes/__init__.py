@@ -7,7 +7,13 @@ from agl.episodes._forest import Forest, build_forest
 from agl.episodes._rejects import Reject
 from agl.episodes._scores import Score, ScoreOptions, call_rewards, counts, episode_reward, score
 from agl.episodes._timeline import Timeline, chronological, final_text, is_answered
-from agl.episodes._transitions import EpisodeOptions, admitted_rewards, build_episode, recorded_rewards
+from agl.episodes._transitions import (
+    EpisodeOptions,
+    admitted_rewards,
+    build_episode,
+    count_unreadable,
+    recorded_rewards,
+)
 
 __all__ = [
     "Agreement",
@@ -26,6 +32,7 @@ __all__ = [
     "build_forest",
     "call_rewards",
     "chronological",
+    "count_unreadable",
     "counts",
     "episode_reward",
     "final_text",

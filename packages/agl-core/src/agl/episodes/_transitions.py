@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from agl import semconv
 from agl._actors import Enclosing, Who
 from agl.episodes._agreement import Agreement, Verdict, find_disagreement
 from agl.episodes._forest import Decode, build_forest
@@ -74,7 +75,7 @@ def build_episode(
     enclosing = Enclosing(timeline.spans)
     who = {span.span_id: enclosing.who(span) for span in calls}
     rejects = find_rejects(calls, attempt_id=attempt_id, agent_match=agent_match, policy=policy, who=who)
-    against_all = _disagreement(agreement, chosen)
+    against_all = _unreadable(spans, attempt_id) or _disagreement(agreement, chosen)
     if against_all is not None:
         # A call's own reason comes first: it names what to repair about this call.
         rejects = {i: rejects.get(i, against_all) for i in range(len(calls))}
@@ -136,6 +137,16 @@ def _disagreement(found: Agreement, options: EpisodeOptions) -> Reject | None:
     return None
 
 
+def _unreadable(spans: Sequence[Span], attempt_id: str | None) -> Reject | None:
+    count = count_unreadable(spans, attempt_id)
+    return Reject(reason="unreadable", detail=f"damaged spans of the attempt: {count}") if count else None
+
+
+def count_unreadable(spans: Sequence[Span], attempt_id: str | None) -> int:
+    """The number of spans of the deciding attempt that stand for damaged ones."""
+    return sum(1 for span in spans if span.name == semconv.UNREADABLE and span.attempt_id == attempt_id)
+
+
 def recorded_rewards(spans: Sequence[Span], attempt_id: str | None) -> list[Span]:
     """The deciding attempt's reward spans in order of time, from every source."""
     own = [span for span in spans if span.reward is not None and span.attempt_id == attempt_id]
@@ -143,7 +154,12 @@ def recorded_rewards(spans: Sequence[Span], attempt_id: str | None) -> list[Span
 
 
 def admitted_rewards(spans: Sequence[Span], attempt_id: str | None, options: ScoreOptions) -> list[Reward]:
-    """The rewards of the deciding attempt that count under ``options``, in order of time."""
+    """The rewards of the deciding attempt that count under ``options``, in order of time.
+
+    An attempt with an unreadable span has none, because the span might be the reward that counts.
+    """
+    if count_unreadable(spans, attempt_id):
+        return []
     found = recorded_rewards(spans, attempt_id)
     return [span.reward for span in found if span.reward is not None and counts(span, options)]
 

@@ -21,6 +21,7 @@ RejectReason = Literal[
     "late",  # recorded after the attempt was decided
     "unseen_calls",  # other calls of the attempt bypassed the gateway: see Episode.unseen
     "unattributed",  # it lies in no framework's span, and the experiment leaves such rollouts out
+    "unreadable",  # a span of the attempt is damaged in the store, and might be a call or a reward
     "not_final",  # belongs to an attempt that did not decide the rollout
     "no_reward",
     "too_long",

@@ -3,12 +3,12 @@
 from agl.stores._leases import MAX_ATTEMPTS, deadline
 from agl.stores._memory import MemoryStore, MemoryTables
 from agl.stores._operations import closed, documents_of, expire, unknown_attempt
-from agl.stores._queries import all_spans, is_wanted, read_recordings, select, sort_key, start_of
+from agl.stores._queries import all_spans, is_readable, is_wanted, read_recordings, select, sort_key, start_of
 from agl.stores._store import Backend, TableStore, Work
 from agl.stores._tables import Reads, Tables
 from agl.stores._tallies import counted, place_of, reward_of, share_of
 from agl.stores._urls import base_url_of, shown_url, web_parts, without_credentials
-from agl.stores._values import DAMAGE, MAX_SEQUENCE, check_recording, is_name, note_damage, placed, readable
+from agl.stores._values import DAMAGE, MAX_SEQUENCE, check_recording, note_damage, placed, readable
 from agl.stores._wake_up import WakeUp
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "deadline",
     "documents_of",
     "expire",
-    "is_name",
+    "is_readable",
     "is_wanted",
     "note_damage",
     "place_of",

@@ -135,6 +135,12 @@ async def read_recordings(
             return
 
 
+def is_readable(recording: Recording) -> bool:
+    """False if an attempt or a span of the recording stands for a damaged one; a copy of it would lose data."""
+    is_damaged = any(each.error is not None and each.error.type == semconv.UNREADABLE for each in recording.attempts)
+    return not is_damaged and all(span.name != semconv.UNREADABLE for span in recording.spans)
+
+
 async def _whole(store: Store, recording: Recording, spans: SpanChoice) -> Recording:
     rollout_id = recording.rollout.rollout_id
     attempts = [None] if spans == "deciding" else ["", *(attempt.attempt_id for attempt in recording.attempts)]

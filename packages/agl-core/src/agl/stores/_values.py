@@ -21,7 +21,7 @@ _R = TypeVar("_R")
 
 _LOG = logging.getLogger(__name__)
 
-DAMAGE = (ValueError, TypeError, LookupError, RecursionError, zlib.error)
+DAMAGE = (ValueError, RecursionError, zlib.error)
 """The errors of decoding a stored record that is damaged."""
 
 MAX_SEQUENCE = (1 << 24) - 1
@@ -104,15 +104,15 @@ def copied(value: Any) -> Any:
         raise _unfit(value, error) from error
 
 
-def readable(found: Iterable[bytes | None], type: type[_R], *, of: str = "the store") -> list[_R]:
-    """Decode records of ``of``; one that cannot be read is logged and left out, so that it does not hide the others."""
+def readable(found: Iterable[bytes | None], type: type[_R]) -> list[_R]:
+    """Decode records; one that cannot be read is logged and left out, so that it does not hide the others."""
     records: list[_R] = []
     for data in found:
         try:
             if data is not None:
                 records.append(codec.decode(data, type))
         except DAMAGE as error:
-            note_damage(f"{type.__name__} of {of}", str(error))
+            note_damage(f"a stored {type.__name__}", str(error))
     return records
 
 

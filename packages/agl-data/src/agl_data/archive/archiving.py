@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from agl.contracts import Recording, RolloutQuery, Store
 from agl.errors import ConflictError
 from agl.schemas import Record, Rollout, RolloutStatus
+from agl.stores import is_readable
 from agl_data.archive.arrow import micros
 from agl_data.archive.context import archive_context
 from agl_data.archive.layout import Folder, Manifest, folder_of, make_archive, open_archive
@@ -54,6 +55,7 @@ class Archived(Record, frozen=True, kw_only=True, omit_defaults=False):
         known: Number of rollouts that the archive already had.
         others: Ids under which the archive holds a different rollout, one that finished at another time, for example
             from another store with the same experiment. The store's rollouts with these ids are not archived, and stay.
+        damaged: Ids of rollouts with an attempt or a span that cannot be read. They are not archived, and stay.
         removed: Number of rollouts removed from the store.
         changed: Ids of rollouts that changed in the store after they were archived; they stay in the store.
         needed: Number of rollouts that stay in the store because their experiments run or can be resumed.
@@ -66,6 +68,7 @@ class Archived(Record, frozen=True, kw_only=True, omit_defaults=False):
     rollouts: int = 0
     known: int = 0
     others: list[str] = []
+    damaged: list[str] = []
     removed: int = 0
     changed: list[str] = []
     needed: int = 0
@@ -188,7 +191,11 @@ class Archiving:
             new = await self._new(folder, manifests, rollouts)
             for start in range(0, len(new), CHUNK):
                 async for recording in read_known(self._store, new[start : start + CHUNK]):
-                    yield recording
+                    if is_readable(recording):
+                        yield recording
+                    else:
+                        self._done = replace(self._done, damaged=[*self._done.damaged, recording.rollout.rollout_id])
+                        self._tell(1)
 
     async def _new(self, folder: Folder, manifests: Sequence[Manifest], rollouts: Sequence[Rollout]) -> list[str]:
         """Return the ids of a page's chosen rollouts that the archive lacks, and count those that the archive has."""

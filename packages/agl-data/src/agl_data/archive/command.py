@@ -176,6 +176,11 @@ def _archive_report(done: "Archived", url: str) -> Iterator[str]:
             f"left out {count_of(len(done.others), 'rollout')} of another run, {whose} the archive has already: "
             f"{_listed(done.others)}; archive into another folder"
         )
+    if done.damaged:
+        yield (
+            f"left out {count_of(len(done.damaged), 'rollout')} with damaged attempts or spans: "
+            f"{_listed(done.damaged)}; the store keeps what is left of them"
+        )
     if done.removed:
         yield f"read back and compared, and removed from the store: {count_of(done.removed, 'rollout')}"
     if done.compaction is not None:

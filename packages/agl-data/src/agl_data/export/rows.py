@@ -24,6 +24,7 @@ _REASONS = {
     "late": "model calls that were recorded after the attempt had ended: left out",
     "unseen_calls": "model calls of attempts of which others were not recorded: left out",
     "unattributed": "model calls outside of the framework's spans: left out",
+    "unreadable": "model calls of attempts with damaged spans: left out",
     "not_final": "model calls of attempts that did not decide: left out",
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from agl import semconv
 from agl.contracts import CallUse
-from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
+from agl.episodes import ScoreOptions, admitted_rewards, count_unreadable, recorded_rewards, score
 from agl.hints import count_of
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
 from agl_inspect.rollouts.training import TrainingRecord, token_values
@@ -31,6 +31,7 @@ NEXT_STEP: dict[RejectReason, str] = {
     'through httpx; if these calls need no record, set [experiment] unseen_calls = "accept".',
     "unattributed": "Install the tracer of the calling framework, or name the calls: with agl.operation(...).",
     "late": "The call ended after its attempt did: await it in the agent, or raise the time limit.",
+    "unreadable": "The store is damaged: look at the disk, and restore the rollout from an archive or a backup.",
     "not_final": "Nothing to do: only the attempt that decided the rollout trains.",
     "no_reward": "Return or emit a reward, add a reward emitter, or declare what a missing one means.",
     "too_long": "Raise the token limit of the algorithm, or shorten the prompt.",
@@ -173,6 +174,8 @@ def _outcome(episode: Episode) -> str:
 def _reward(episode: Episode, spans: Sequence[Span], options: ScoreOptions) -> list[str]:
     """Return lines about the reward that trains, and about recorded rewards that do not count."""
     attempt_id = episode.attempt.attempt_id if episode.attempt else None
+    if damaged := count_unreadable(spans, attempt_id):
+        return [f"no reward: {count_of(damaged, 'span')} of the attempt cannot be read. {NEXT_STEP['unreadable']}"]
     admitted = admitted_rewards(spans, attempt_id, options)
     lines = [f"reward {_number(episode.reward)}: {score(admitted, options=options).note}"]
     recorded = recorded_rewards(spans, attempt_id)

@@ -95,7 +95,7 @@ def _import_module(name: str, folder: str, kind: str) -> Any:
         raise ConfigError(
             f"no module {name!r} for the {kind}; looked in {where} and sys.path; {_other_module(name, Path(where))}"
         ) from error
-    except (Exception, SystemExit, GeneratorExit) as error:  # any error of the module is reported as its own
+    except (Exception, SystemExit) as error:  # any error of the module is reported as its own
         problem = f"{type(error).__name__} when it was imported: {error}{_at(error, folder)}"
         raise ConfigError(
             f"the {kind}'s module {name!r} raised {problem}; make it importable first, or use --debug for the traceback"
@@ -135,7 +135,7 @@ def place_of(error: BaseException, folder: str | Path) -> str:
 def place_in(trace: str, folder: str | Path) -> str:
     """Return the last line of a formatted traceback that lies in ``folder``, as ``agent.py:3``; ``""`` if none does."""
     root = str(Path(folder).absolute())
-    frames = re.findall(r'File "(.+)", line (\d+)', trace)
+    frames = re.findall(r'^(?: +\| )?  File "(.+)", line (\d+)', trace, re.MULTILINE)
     own = [(file, line) for file, line in frames if file.startswith(root) and "site-packages" not in file]
     return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
 

@@ -9,7 +9,7 @@ import msgspec
 
 from agl import PluginManager
 from agl.algorithms import AlgorithmConfig
-from agl.contracts import AlgorithmEntry, Store, Upstream
+from agl.contracts import AlgorithmEntry, Store, StoreEntry, Upstream
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
@@ -167,9 +167,6 @@ def _check_workdir(plan: Plan) -> None:
                 f"checkpoints and metrics go to {str(plan.workdir)!r}, and {path.name!r} is a file; set [experiment] "
                 "workdir to another directory, or move the file away"
             )
-    for path in plan.workdir.glob("*"):
-        if not path.is_dir() and (path.is_symlink() or not path.is_file()):
-            raise ConfigError(f"{path} is a link or a pipe, and a run would write through it; remove it")
 
 
 def _check_runner(plan: Plan) -> None:
@@ -287,10 +284,12 @@ def _check_components(plan: Plan) -> None:
     if config.gateway.use not in ("auto", "none"):
         manager.gateway(config.gateway.use)
     _check_gateway(config.gateway)
-    # An object that was passed is taken as it is.
     if plan.store is None:
         check_store_url(config.experiment.store, plan.folder)
         manager.store_entry(config.experiment.store.partition("://")[0])
+    else:
+        kind = type(plan.store)
+        manager.check(StoreEntry(name=kind.__name__, factory=kind))
 
 
 def _check_gateway(gateway: GatewayConfig) -> None:

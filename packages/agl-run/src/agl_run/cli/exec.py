@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
+from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.hints import count_of
@@ -38,7 +39,7 @@ _RECORDED = (
     "tracers",
     multiple=True,
     metavar="NAME",
-    help="Also record agents and tools with this tracer, such as langchain; may be repeated.",
+    help="In a Python program, also record agents and tools with this tracer, such as langchain; may be repeated.",
 )
 @click.option(
     "--timeout",
@@ -93,7 +94,7 @@ def exec_program(
         command,
         manager=manager,
         store_url=store_url,
-        upstream=base_url_of(upstream, who="--upstream") if upstream else "",
+        upstream=base_url_of(upstream, who=_origin_of_upstream()) if upstream else "",
         tracers=tracers,
         timeout_s=timeout_s,
         request=request,
@@ -116,6 +117,11 @@ def exec_program(
     for line in _missed(run, store_url):
         click.echo(f"agl: {line}", err=True)
     sys.exit(run.exit_code)
+
+
+def _origin_of_upstream() -> str:
+    source = click.get_current_context().get_parameter_source("upstream")
+    return "OPENAI_BASE_URL" if source is ParameterSource.ENVIRONMENT else "--upstream"
 
 
 def _stopped(by: str) -> str:

@@ -145,7 +145,9 @@ def run(
     except KeyboardInterrupt:
         again = run_again(file, settings, "--resume", *(["--ray", ray_address] if ray_address else []))
         with _terminal_may_be_gone():
-            click.echo(f"\nstopped{_left(manager, url, trainer.config.experiment.name, again=again)}", err=True)
+            click.echo(
+                f"\nstopped{_left(manager, url, trainer.config.experiment.name, resume=resume, again=again)}", err=True
+            )
         sys.exit(STOPPED)
     if as_json:
         print_json(result)
@@ -154,16 +156,17 @@ def run(
         click.echo(_summary(result, config=trainer.config, store_url=without_password(url)))
 
 
-def _left(manager: PluginManager, url: str, name: str, *, again: str) -> str:
+def _left(manager: PluginManager, url: str, name: str, *, resume: bool, again: str) -> str:
     """Say what is left of a run that was stopped, as the store knows it."""
-    status = ""
-    with suppress(AglError):  # no file, so nothing was recorded
+    nothing = " before anything was saved; there is nothing to continue"
+    if url.startswith(SQLITE) and not Path(url.removeprefix(SQLITE)).exists():
+        return nothing
+    with suppress(AglError):  # a store that does not answer now may hold the run
         record = with_store(manager, url, lambda store: load_experiment(store, name))
-        status = record.status if record is not None else ""
-    if not status:
-        return " before anything was saved; there is nothing to continue"
-    if status == "finished":
-        return f"; experiment {name!r} is finished, and there is nothing to continue"
+        if record is None:
+            return nothing
+        if record.status == "finished" and not resume:  # a resume may have been about to run further steps
+            return f"; experiment {name!r} is finished, and there is nothing to continue"
     return f"; everything up to the last step is kept. Continue with: {again}"
 
 

@@ -8,7 +8,7 @@ from agl.algorithms import AlgorithmConfig
 from agl.errors import AglError
 from agl.schemas import Weights
 from agl_inspect.forecast.costs import StepShape, Training
-from agl_run.parts.build import unstarted_context
+from agl_run.parts.build import NotStartedError, unstarted_context
 from agl_run.parts.waiting import parameter, steps_in_all
 from agl_run.plan import Plan
 
@@ -71,6 +71,8 @@ async def run_size_of(plan: Plan, config: AlgorithmConfig) -> tuple[int, int]:
     built: Any = plan.manager.build(plan.entry(config), **config.params)
     try:
         return built.run_size(unstarted_context(plan, config)) if hasattr(built, "run_size") else (0, 0)
+    except NotStartedError:  # it needs a part of a running experiment
+        return 0, 0
     finally:
         await built.close()
 

@@ -227,24 +227,24 @@ def _variables(value: Any) -> Iterator[str]:
             yield from _variables(item)
 
 
-class _NotStartedError(Exception):
+class NotStartedError(Exception):
     """Raised when a check uses a part of a running experiment; the check then ends without an error."""
 
 
 class _Absent:
-    """A placeholder for a part of a running experiment; using it raises :class:`_NotStartedError`."""
+    """A placeholder for a part of a running experiment; using it raises :class:`NotStartedError`."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise _NotStartedError(name)
+        raise NotStartedError(name)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        raise _NotStartedError("")
+        raise NotStartedError("")
 
     def __truediv__(self, other: object) -> NoReturn:
-        raise _NotStartedError(str(other))
+        raise NotStartedError(str(other))
 
     def __fspath__(self) -> NoReturn:
-        raise _NotStartedError("")
+        raise NotStartedError("")
 
 
 async def check_without_starting(plan: Plan, algorithm: AlgorithmConfig) -> None:
@@ -258,7 +258,7 @@ async def check_without_starting(plan: Plan, algorithm: AlgorithmConfig) -> None
     try:
         if isinstance(built, CheckedAlgorithm):
             await built.check(unstarted_context(plan, algorithm))
-    except _NotStartedError:
+    except NotStartedError:
         return
     finally:
         await built.close()
@@ -299,10 +299,10 @@ def unstarted_context(plan: Plan, algorithm: AlgorithmConfig) -> AlgorithmContex
 
 
 def _first_version(plan: Plan, name: str) -> ResourceVersion:
-    """Return a resource's version as the file defines it; raises :class:`_NotStartedError` for a policy or a label."""
+    """Return a resource's version as the file defines it; raises :class:`NotStartedError` for a policy or a label."""
     # Its version is known only once the run has started.
     if name in plan.config.policy or plan.label(name):
-        raise _NotStartedError(name)
+        raise NotStartedError(name)
     if name not in plan.resources:
         hint = did_you_mean(name, plan.resources, otherwise=f"there are {sorted(plan.resources)}")
         raise ConfigError(f"there is no resource {name!r}; {hint}")

@@ -118,7 +118,7 @@ def _naming(name: str, folder: Path) -> Generator[None]:
         yield
     except AglError:
         raise
-    except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # a reward may raise anything
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # a reward may raise anything
         raise RunError(_raised(name, error, folder)) from error
 
 

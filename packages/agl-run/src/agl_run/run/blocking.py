@@ -91,11 +91,6 @@ class _Home:
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 
-    def require_running(self) -> None:
-        """Raise :class:`RunError` if the loop's thread has ended, which would let every run wait for ever."""
-        if not self._thread.is_alive():
-            raise RunError("the thread of experiments has ended; its traceback stands above, or in the log")
-
     def _close(self) -> None:
         def end() -> None:
             self._is_over = True
@@ -128,22 +123,15 @@ class _Run(Generic[T]):
         self._loop.call_soon_threadsafe(self._start)
 
     def wait(self) -> T:
-        """Block until the coroutine ends; an interrupt stops the run, and a second one also ends its current step.
-
-        The result of a run that ends in spite of the interrupt is returned.
-        """
+        """Block until the coroutine ends; an interrupt stops the run, and a second one also ends its current step."""
         try:
             while not self._ended.wait(0.2):  # waits without a limit ignore Ctrl-C on Windows
-                self._home.require_running()
+                pass
         except KeyboardInterrupt:
             self._cancel()
             self._wait_for_end()
-            if not self._is_done():  # else the interrupt came too late to stop anything
-                raise
+            raise
         return self._outcome()
-
-    def _is_done(self) -> bool:
-        return self._task is not None and not self._task.cancelled() and self._task.exception() is None
 
     def _wait_for_end(self) -> None:
         stopped = time.monotonic()
@@ -187,7 +175,7 @@ class _Run(Generic[T]):
             return self._task.result()
         # Signals reach the main thread only, so code that ran in this loop raised these, such as a plugin's. Raised
         # here they would end the program without a word, or look like Ctrl-C.
-        except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+        except (SystemExit, KeyboardInterrupt) as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             what = f"{frame.filename}:{frame.lineno} raised {type(error).__name__} and ended the run"
             raise RunError(f"{what}; raise an Exception there") from error

@@ -464,8 +464,8 @@ class ExperimentLock:
             ConfigError: Another trainer holds the lock (the message names its process), or the work directory is on a
                 file system without locks.
         """
+        self._file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         # The lock belongs to an open file, not to a process id, so a holder that was killed never
         # blocks this.

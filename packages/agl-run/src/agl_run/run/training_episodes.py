@@ -27,6 +27,8 @@ def training_reward(episode: Episode, section: ExperimentSection) -> tuple[float
         return None, refused
     if not is_failed and episode.reward is not None:
         return episode.reward, ""
+    if any(call.reject == "unreadable" for call in episode.transitions):
+        return None, "damaged spans"
     if (section.failed if is_failed else section.missing_reward) == "penalise":
         return section.penalty, ""
     return None, f"{episode.rollout.status}" if is_failed else "no reward"

@@ -14,7 +14,7 @@ from agl_run.parts.rewards import check_known
 from agl_run.plan import Plan, load_agent
 from agl_run.worker.address import is_loopback
 from agl_run.worker.cluster_share import with_fleet
-from agl_run.worker.invitation import RunningExperiment, settings_of
+from agl_run.worker.invitation import Announcement, settings_of
 from agl_run.worker.remote_gateway import RemoteGateway
 
 
@@ -65,7 +65,7 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
     return plan
 
 
-def differences(serving: RunningExperiment, plan: Plan) -> JoinProblem | None:
+def differences(serving: Announcement, plan: Plan) -> JoinProblem | None:
     """Return the first difference between the experiment's settings and release and this machine's, or ``None``."""
     # Records and tokens are not promised to be equal between releases, so the releases must be.
     if serving.release != agl.__version__:
@@ -80,7 +80,7 @@ def differences(serving: RunningExperiment, plan: Plan) -> JoinProblem | None:
     return None
 
 
-async def try_gateway(serving: RunningExperiment, gateway: RemoteGateway, *, is_given: bool) -> JoinProblem | None:
+async def try_gateway(serving: Announcement, gateway: RemoteGateway, *, is_given: bool) -> JoinProblem | None:
     """Check that this machine reaches the experiment's gateway; return the problem, or ``None``.
 
     ``is_given`` says that an option gave the gateway's URL.
@@ -110,7 +110,7 @@ async def try_gateway(serving: RunningExperiment, gateway: RemoteGateway, *, is_
     )
 
 
-def unreachable_policies(serving: RunningExperiment) -> dict[str, str]:
+def unreachable_policies(serving: Announcement) -> dict[str, str]:
     """Map each policy that only the experiment's machine can call directly to an error text with the remedy."""
     # On the experiment's own machine everything that listens on loopback is reachable.
     if serving.is_of_this_machine:
@@ -124,7 +124,7 @@ def unreachable_policies(serving: RunningExperiment) -> dict[str, str]:
     }
 
 
-def check_direct_calls(serving: RunningExperiment) -> JoinProblem | None:
+def check_direct_calls(serving: Announcement) -> JoinProblem | None:
     """Return a problem if there is no gateway and this machine cannot reach a policy's server; else ``None``."""
     lost = unreachable_policies(serving)
     if serving.gateway_url or not lost:
@@ -138,7 +138,7 @@ def check_direct_calls(serving: RunningExperiment) -> JoinProblem | None:
     )
 
 
-def _differs(serving: RunningExperiment, what: str) -> JoinProblem:
+def _differs(serving: Announcement, what: str) -> JoinProblem:
     return JoinProblem(kind="settings", text=f"the experiment on {serving.host!r} {what}")
 
 

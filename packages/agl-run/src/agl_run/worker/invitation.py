@@ -34,8 +34,8 @@ UNCLAIMED_S = 5.0
 LONGEST_UNCLAIMED_S = 120.0
 
 
-class RunningExperiment(Record, frozen=True, kw_only=True):
-    """A running experiment, as recorded in its store.
+class Announcement(Record, frozen=True, kw_only=True):
+    """The announcement of a running experiment in its store.
 
     Attributes:
         run: The number of the run.
@@ -72,13 +72,13 @@ class RunningExperiment(Record, frozen=True, kw_only=True):
         return is_of_this_machine(self.session)
 
 
-async def load_running(store: Store, name: str) -> RunningExperiment | None:
+async def load_running(store: Store, name: str) -> Announcement | None:
     """Read the record of the running experiment; ``None`` without one. The record of a killed experiment remains."""
     for presence in await store.presences(name, member=OWNER):
         # A trainer that starts or ends has a presence, but nothing to join.
         if "run" in presence.details:
             found = {**presence.details, "session": presence.session, "seen_at": presence.seen_at}
-            return msgspec.convert(found, RunningExperiment)
+            return msgspec.convert(found, Announcement)
     return None
 
 
@@ -103,7 +103,7 @@ class Invitation:
     Use it as a context manager: ``async with Invitation(ownership, running):``.
     """
 
-    def __init__(self, ownership: Ownership, running: RunningExperiment) -> None:
+    def __init__(self, ownership: Ownership, running: Announcement) -> None:
         self._ownership = ownership
         self._running = running
 
@@ -143,9 +143,9 @@ class Invitation:
 
 def make_running(
     plan: Plan, context: RunContext, *, run: int, gateway_url: str, endpoints: Mapping[str, LLM], live: dict[str, str]
-) -> RunningExperiment:
+) -> Announcement:
     """Make the record of an experiment that is about to start; keys in URLs are removed."""
-    return RunningExperiment(
+    return Announcement(
         run=run,
         release=agl.__version__,
         gateway_url=gateway_url,

@@ -27,7 +27,7 @@ from agl_run.access.worker_token import worker_key
 from agl_run.plan import Plan
 from agl_run.worker.admission import JoinProblem, check_direct_calls, differences, try_gateway, unreachable_policies
 from agl_run.worker.current import PinnedResources
-from agl_run.worker.invitation import RunningExperiment, load_running
+from agl_run.worker.invitation import Announcement, load_running
 from agl_run.worker.remote_gateway import PATIENCE_S, GuardedRunner, RemoteGateway
 from agl_run.worker.setup import ca_of, make_runner, make_tracers, run_context
 from agl_run.worker.worker import Worker
@@ -109,10 +109,10 @@ class RemoteWorker:
         parts = ", ".join(f"{count} {status}" for status, count in sorted(self.finished.items()))
         return f"rollouts finished: {self.finished.total()}" + (f" ({parts})" if parts else "")
 
-    async def _wait(self) -> tuple[RunningExperiment, RemoteGateway | None] | None:
+    async def _wait(self) -> tuple[Announcement, RemoteGateway | None] | None:
         """Wait until the experiment can be joined, and return its record and gateway; ``None`` once it is finished."""
         # The first read record; see below.
-        seen: RunningExperiment | None = None
+        seen: Announcement | None = None
         while True:
             try:
                 serving = await load_running(self._store, self._plan.name)
@@ -147,7 +147,7 @@ class RemoteWorker:
         self._is_over = state is not None and state.status == "finished" and not self._stays
         return self._is_over
 
-    def _gateway_of(self, serving: RunningExperiment) -> RemoteGateway | None:
+    def _gateway_of(self, serving: Announcement) -> RemoteGateway | None:
         # The option replaces the advertised address; it cannot add a gateway that the experiment
         # does not have.
         url = (self._gateway_url or serving.gateway_url) if serving.gateway_url else ""
@@ -155,14 +155,14 @@ class RemoteWorker:
             return None
         return RemoteGateway(url, key=worker_key() or AdminKey(signing_keys()), ca=ca_of(self._plan))
 
-    async def _join_problem(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> JoinProblem | None:
+    async def _join_problem(self, serving: Announcement, gateway: RemoteGateway | None) -> JoinProblem | None:
         # The checks that cost nothing come first.
         found = differences(serving, self._plan) or check_direct_calls(serving)
         if found is None and gateway is not None:
             found = await try_gateway(serving, gateway, is_given=bool(self._gateway_url))
         return found
 
-    def _refuse(self, serving: RunningExperiment, problem: JoinProblem, *, runs: bool) -> None:
+    def _refuse(self, serving: Announcement, problem: JoinProblem, *, runs: bool) -> None:
         """Raise the problem if the experiment is running and cannot be joined; else report that the worker waits."""
         if runs and (problem.kind == "settings" or not self._has_joined):
             raise ConfigError(problem.text)
@@ -173,7 +173,7 @@ class RemoteWorker:
             self._said = text
             self._tell("waiting", text, experiment=self._plan.name)
 
-    async def _take_part(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> None:
+    async def _take_part(self, serving: Announcement, gateway: RemoteGateway | None) -> None:
         """Run attempts until this session of the experiment ends, and give unfinished attempts back."""
         member = Presence(experiment=self._plan.name, member=self._name, session=serving.session, since=time.time())
         self._said = ""
@@ -201,7 +201,7 @@ class RemoteWorker:
         except StoreError as error:
             _LOG.debug("the worker could not sign off: %s", error)
 
-    def _announce(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> None:
+    def _announce(self, serving: Announcement, gateway: RemoteGateway | None) -> None:
         calls = f"model calls go to {gateway.url}" if gateway is not None else "model calls are recorded here"
         self._tell(
             "joined",
@@ -212,7 +212,7 @@ class RemoteWorker:
             worker=self._name,
         )
 
-    def _make_worker(self, serving: RunningExperiment, gateway: RemoteGateway | None, stack: ExitStack) -> Worker:
+    def _make_worker(self, serving: Announcement, gateway: RemoteGateway | None, stack: ExitStack) -> Worker:
         url = gateway.url if gateway is not None else ""
         # Agents here reach the gateway by this machine's address of it, not by the experiment's
         # own.
@@ -246,7 +246,7 @@ class RemoteWorker:
         serving = await load_running(self._store, self._plan.name)
         return serving.live if serving is not None else {}
 
-    async def _until_over(self, serving: RunningExperiment, gateway: RemoteGateway | None, worker: Worker) -> None:
+    async def _until_over(self, serving: Announcement, gateway: RemoteGateway | None, worker: Worker) -> None:
         if worker.failure is None:
             raise RuntimeError("the worker is not running")
         # The loss of the gateway wakes the loop at once, instead of at the next look.
@@ -266,7 +266,7 @@ class RemoteWorker:
         if not self._is_over:
             self._tell("left", reason)
 
-    async def _end_reason(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> str:
+    async def _end_reason(self, serving: Announcement, gateway: RemoteGateway | None) -> str:
         """Return the reason why this session of the experiment has ended; ``""`` if it is still running."""
         current = await load_running(self._store, self._plan.name)
         if current is None:

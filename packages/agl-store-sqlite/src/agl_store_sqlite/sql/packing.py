@@ -18,6 +18,7 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import force_setattr, replace
 
+from agl import semconv
 from agl.errors import StoreError
 from agl.schemas import Json, ModelCall, Span, attempt_id_of, decode, encode, to_json
 from agl.stores import DAMAGE, note_damage, placed
@@ -182,7 +183,7 @@ class Unpacker:
         self._known: dict[int, _Whole] = {}
 
     def unpack(self, data: bytes, *, sequence: int) -> Span:
-        """Unpack the span that was stored at ``sequence``; a span called ``unreadable`` stands for a damaged one."""
+        """Unpack the span stored at ``sequence``; a span called ``agl.unreadable`` stands for a damaged one."""
         try:
             is_plain = data[:1] == _PLAIN
             span = decode(memoryview(data)[1:], Span) if is_plain else self._join(_open(data), sequence)
@@ -198,7 +199,7 @@ class Unpacker:
             rollout_id=self._rollout_id,
             attempt_id=self._attempt_id,
             span_id=f"8{sequence:015x}",
-            name="unreadable",
+            name=semconv.UNREADABLE,
             status="error",
             status_message=f"the stored span cannot be read: {error}",
         )

@@ -9,10 +9,11 @@ from typing import Any, TypeAlias, TypeVar, get_args
 
 from msgspec.structs import force_setattr, replace
 
+from agl import semconv
 from agl.contracts import Change, RolloutQuery
 from agl.errors import NotFoundError
-from agl.schemas import Mode, Rollout, RolloutStatus, attempt_id_of, decode
-from agl.stores import DAMAGE, MAX_ATTEMPTS, MAX_SEQUENCE, is_name, is_wanted, note_damage, start_of
+from agl.schemas import Attempt, AttemptStatus, ErrorInfo, Mode, Rollout, RolloutStatus, attempt_id_of, decode
+from agl.stores import DAMAGE, MAX_ATTEMPTS, MAX_SEQUENCE, is_wanted, note_damage, start_of
 
 R = TypeVar("R")
 
@@ -43,12 +44,17 @@ def read_rollout(row: Row) -> Rollout:
     _, rollout_id, status, attempts, failures, losses, attempt, started_at, finished_at, data = row
     try:
         rollout = decode(data, Rollout)
-        if not is_name(rollout.rollout_id) or status not in STATUSES:
-            raise ValueError(f"it has the id {rollout.rollout_id[:80]!a} and the status {status!r}")
         started_at, finished_at = float(started_at), float(finished_at)
+        if "/" in rollout.rollout_id or status not in STATUSES:
+            raise ValueError(f"it has the id {rollout.rollout_id[:80]!a} and the status {status!r}")
     except DAMAGE as error:
         note_damage(f"rollout {rollout_id!r}", str(error))
-        raise NotFoundError("rollout", rollout_id, f"its record cannot be read: {error}") from error
+        raise NotFoundError(
+            "rollout",
+            rollout_id,
+            f"its record cannot be read ({error}); agl data copy makes a store without it, in which --resume runs it "
+            "again",
+        ) from error
     force_setattr(rollout, "status", status)
     force_setattr(rollout, "attempts", attempts)
     force_setattr(rollout, "failures", failures)
@@ -75,8 +81,21 @@ def readable_page(fetch: Callable[[int], Sequence[R]], read: Callable[[R], Rollo
         rows = fetch(wanted)
         found = list(read_rollouts(rows, read))
         if len(found) >= limit or len(rows) < wanted:
-            return found
-        wanted += limit - len(found)
+            return found[:limit]
+        wanted *= 2
+
+
+def read_attempt(data: bytes, rollout_id: str, *, number: int, status: AttemptStatus) -> Attempt:
+    """Read an attempt; one with the error ``agl.unreadable`` and the given status stands for a damaged one."""
+    try:
+        return decode(data, Attempt)
+    except DAMAGE as error:
+        attempt_id = attempt_id_of(rollout_id, number)
+        note_damage(f"attempt {attempt_id!r}", str(error))
+        why = ErrorInfo(type=semconv.UNREADABLE, message=f"the stored attempt cannot be read: {error}")
+        return Attempt(
+            attempt_id=attempt_id, rollout_id=rollout_id, number=number, worker="unknown", status=status, error=why
+        )
 
 
 def progress_row(rollout: Rollout, seq: int) -> Row:
