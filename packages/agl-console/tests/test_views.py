@@ -112,7 +112,7 @@ def damaged(filled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("address", VIEWS)
+@pytest.mark.parametrize("address", [each for each in VIEWS if "row=" not in each])  # damaged attempts have no rows
 async def test_damaged_records_hide_no_view(opened: Open, damaged: Path, address: str) -> None:
     store = SQLiteStore(f"sqlite:///{damaged}")
     async with opened(store) as client:

@@ -11,7 +11,6 @@ from agl.episodes._transitions import (
     EpisodeOptions,
     admitted_rewards,
     build_episode,
-    count_unreadable,
     recorded_rewards,
 )
 
@@ -32,7 +31,6 @@ __all__ = [
     "build_forest",
     "call_rewards",
     "chronological",
-    "count_unreadable",
     "counts",
     "episode_reward",
     "final_text",

@@ -93,6 +93,7 @@ def build_episode(
         rows=make_rows(transitions, group_id=rollout.group_id),
         unseen=agreement.unseen,
         unattributed=agreement.unattributed,
+        unreadable=_count_unreadable(spans, attempt_id),
     )
 
 
@@ -138,11 +139,11 @@ def _disagreement(found: Agreement, options: EpisodeOptions) -> Reject | None:
 
 
 def _unreadable(spans: Sequence[Span], attempt_id: str | None) -> Reject | None:
-    count = count_unreadable(spans, attempt_id)
+    count = _count_unreadable(spans, attempt_id)
     return Reject(reason="unreadable", detail=f"damaged spans of the attempt: {count}") if count else None
 
 
-def count_unreadable(spans: Sequence[Span], attempt_id: str | None) -> int:
+def _count_unreadable(spans: Sequence[Span], attempt_id: str | None) -> int:
     """The number of spans of the deciding attempt that stand for damaged ones."""
     return sum(1 for span in spans if span.name == semconv.UNREADABLE and span.attempt_id == attempt_id)
 
@@ -158,7 +159,7 @@ def admitted_rewards(spans: Sequence[Span], attempt_id: str | None, options: Sco
 
     An attempt with an unreadable span has none, because the span might be the reward that counts.
     """
-    if count_unreadable(spans, attempt_id):
+    if _count_unreadable(spans, attempt_id):
         return []
     found = recorded_rewards(spans, attempt_id)
     return [span.reward for span in found if span.reward is not None and counts(span, options)]

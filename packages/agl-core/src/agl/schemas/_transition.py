@@ -142,6 +142,7 @@ class Episode(Record, frozen=True, kw_only=True):
         unseen: Calls that a framework or a client's tracer reported but that were not recorded, so the record is
             incomplete.
         unattributed: Recorded calls outside every span of a framework, in an attempt where a framework has spans.
+        unreadable: Number of the attempt's spans that are damaged in the store; with any, it has no reward.
     """
 
     rollout: Rollout
@@ -152,6 +153,7 @@ class Episode(Record, frozen=True, kw_only=True):
     rows: tuple[Row, ...] = ()
     unseen: tuple[LooseCall, ...] = ()
     unattributed: tuple[LooseCall, ...] = ()
+    unreadable: int = 0
 
 
 class CallCredit(Record, frozen=True, kw_only=True):

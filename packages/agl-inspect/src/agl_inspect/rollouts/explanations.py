@@ -7,7 +7,7 @@ from typing import Any
 
 from agl import semconv
 from agl.contracts import CallUse
-from agl.episodes import ScoreOptions, admitted_rewards, count_unreadable, recorded_rewards, score
+from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.hints import count_of
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
 from agl_inspect.rollouts.training import TrainingRecord, token_values
@@ -174,7 +174,7 @@ def _outcome(episode: Episode) -> str:
 def _reward(episode: Episode, spans: Sequence[Span], options: ScoreOptions) -> list[str]:
     """Return lines about the reward that trains, and about recorded rewards that do not count."""
     attempt_id = episode.attempt.attempt_id if episode.attempt else None
-    if damaged := count_unreadable(spans, attempt_id):
+    if damaged := episode.unreadable:
         return [f"no reward: {count_of(damaged, 'span')} of the attempt cannot be read. {NEXT_STEP['unreadable']}"]
     admitted = admitted_rewards(spans, attempt_id, options)
     lines = [f"reward {_number(episode.reward)}: {score(admitted, options=options).note}"]

@@ -27,7 +27,7 @@ def training_reward(episode: Episode, section: ExperimentSection) -> tuple[float
         return None, refused
     if not is_failed and episode.reward is not None:
         return episode.reward, ""
-    if any(call.reject == "unreadable" for call in episode.transitions):
+    if episode.unreadable:
         return None, "damaged spans"
     if (section.failed if is_failed else section.missing_reward) == "penalise":
         return section.penalty, ""
