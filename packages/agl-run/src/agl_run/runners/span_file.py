@@ -98,7 +98,7 @@ class SpanFile:
 def record_this_process() -> None:
     """Record the rest of this process as one attempt; called by the injected ``sitecustomize``."""
     from agl import PluginManager
-    from agl.errors import AglError, describe
+    from agl.errors import AglError
     from agl.tracing import ActiveAttempt, WireTracer, activate
     from agl_run.agents.importing import load_tracers
     from agl_run.tracers.unrecorded import UnrecordedCalls
@@ -132,7 +132,9 @@ def record_this_process() -> None:
         except AglError as error:
             sys.stderr.write(f"agl: {error}\n")
         except Exception as error:  # noqa: BLE001  # a tracer may raise anything, and the program runs without it
-            sys.stderr.write(f"agl: the tracer {name!r} records nothing, because it raised {describe(error)}\n")
+            sys.stderr.write(
+                f"agl: the tracer {name!r} records nothing, because it raised {type(error).__name__}: {error}\n"
+            )
         else:
             # Frameworks may end their spans in threads of their own.
             atexit.register(tracer.flush, 1.0)
