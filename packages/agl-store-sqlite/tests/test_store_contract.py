@@ -75,7 +75,7 @@ def test_run_refuses_a_store_object_that_lacks_a_part_of_the_contract(tmp_path: 
         async def close(self) -> None: ...
 
     trainer = agl.Trainer(store=Half(), folder=tmp_path, progress=Quiet())  # pyright: ignore[reportArgumentType]  # the mistake
-    with pytest.raises(PluginError, match="the store 'Half' of the plugin 'Half' lacks enqueue, "):
+    with pytest.raises(PluginError, match="the store 'Half' lacks enqueue, "):
         trainer.fit(solve, val_dataset=[1])
 
 
