@@ -1,4 +1,4 @@
-"""What a provider wants back with the next request comes back from clients of every API, as the provider sent it.
+"""Fields that a provider needs in the next request are returned to it unchanged, whatever API the client uses.
 
 Messages and deltas have the shapes that the providers' servers send; ids, texts and signatures are shortened.
 """

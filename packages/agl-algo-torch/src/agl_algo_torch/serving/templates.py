@@ -39,7 +39,7 @@ _MOST_SIBLINGS = 64
 """Largest number of responses that are stored for one prompt."""
 
 _MOST_RENDERINGS = 32
-"""How often a conversation is rendered to find the stored answers that fit, before it is rendered without any."""
+"""After this many renderings in search of stored answers that fit, a conversation is rendered without them."""
 
 
 @dataclass(frozen=True, slots=True)

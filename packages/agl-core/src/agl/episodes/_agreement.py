@@ -25,7 +25,7 @@ _OURS = (semconv.OP_EVALUATE,)
 _TOLERANCE_NS = 5_000_000
 
 Verdict = Literal["drop", "accept"]
-"""Whether rollouts whose calls were only reported or only recorded are left out of training, or train anyway."""
+"""What happens to a rollout with calls that only one side saw: ``drop`` leaves it out of training."""
 
 
 class Agreement(Record, frozen=True, kw_only=True):

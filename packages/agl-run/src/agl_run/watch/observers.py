@@ -15,7 +15,7 @@ from agl_inspect.records.names import broke_in_reward
 from agl_inspect.rollouts.step_tallies import Observed, StepTallies, add_tallies
 
 _FIRST, _LAST = 10, 50
-"""How many of the first and of the last steps are remembered, because the rules compare these."""
+"""Numbers of steps at the start and at the end of a run that are kept; the rules compare the two."""
 
 _NOT_SAID = ("slow-rollouts", "slow-updates", "unsent-text")
 """Rules that a running experiment does not report: those about the time of a step, and what the run warns of itself."""
