@@ -135,7 +135,8 @@ class Services:
 
     def _environment(self, service: dict[str, Any]) -> dict[str, str]:
         values: dict[str, str] = service.get("environment", {})
-        given = {name: SECRETS[re.fullmatch(r"\$\{(\w+):\?.*\}", text)[1]] for name, text in values.items()}
+        secret = re.compile(r"\$\{(\w+):\?.*\}")
+        given = {name: self._here(secret.sub(lambda found: SECRETS[found[1]], text)) for name, text in values.items()}
         return {"PATH": os.environ["PATH"], "HOME": str(self.project / "data"), **given}
 
     def stop(self) -> None:
