@@ -479,5 +479,5 @@ class RayVERL(VerlTraining):
         """
         if not self._nonfinite.note(metrics.get("grad_norm", 0.0), update=self._step + 1):
             return metrics
-        self._context.say(f"{self._context.name}: {self._nonfinite.news()}")
+        self._context.say(self._nonfinite.news())
         return finite(metrics) | {"updates_nonfinite": 1.0}

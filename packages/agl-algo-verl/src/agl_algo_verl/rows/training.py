@@ -66,7 +66,7 @@ class VerlTraining:
             baselines=supplied.baselines,
         )
         if notice := self._unused.news(**prepared.finished):
-            context.say(f"{context.name}: {notice}")
+            context.say(notice)
         return prepared
 
     def _report(
