@@ -114,6 +114,6 @@ def test_the_cluster_counts_and_tells_steps_that_verl_skipped(tmp_path: Path) ->
     (engine._folder / METRICS).write_text("\n".join(lines))
     skipped = {"lr": 0.1, "updates_nonfinite": 1.0}
     assert [skipped, {"lr": 0.1, "grad_norm": 1.0}, skipped] == [engine._trained(step) for step in (1, 2, 3)]
-    assert ["verl: 1 updates were skipped, because their gradients are not finite"] * 2 == said
+    assert ["1 updates were skipped, because their gradients are not finite"] * 2 == said
     with pytest.raises(AglError, match=r"2 in a row are not finite, and max_nonfinite = 1"):
         engine._trained(4)
