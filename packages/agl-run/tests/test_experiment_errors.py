@@ -364,7 +364,9 @@ def test_tracer_whose_installation_raises_is_named_with_its_file_and_line(tmp_pa
     manager = PluginManager()
     manager.register(RaisingPlugin(), name="raising")
     trainer = Trainer(tracers="raising", store="memory://", folder=tmp_path, plugins=manager, progress=Quiet())
-    says = r"'raising' could not be installed: RuntimeError: the framework is too old, at .*test_experiment_errors.py:\d+"
+    says = (
+        r"'raising' could not be installed: RuntimeError: the framework is too old, at .*test_experiment_errors.py:\d+"
+    )
     with pytest.raises(ConfigError, match=says):
         trainer.dev(agent, [{"q": 1}])
 
