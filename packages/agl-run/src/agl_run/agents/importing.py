@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from agl import PluginManager
 from agl.contracts import Tracer
-from agl.errors import AglError, ConfigError, describe
+from agl.errors import AglError, ConfigError
 from agl.hints import did_you_mean
 
 
@@ -162,7 +162,7 @@ def install_tracers(tracers: Iterable[tuple[str, Tracer]]) -> None:
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise ConfigError(
-                f"the tracer {name!r} could not be installed: {describe(error)}, at {frame.filename}:{frame.lineno}; "
+                f"the tracer {name!r} could not be installed: {type(error).__name__}: {error}, at {frame.filename}:{frame.lineno}; "
                 f"correct that, or remove {name!r} from tracers"
             ) from error
 
