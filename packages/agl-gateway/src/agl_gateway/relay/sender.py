@@ -34,7 +34,7 @@ from agl.contracts import POLICY_KEY_ENV, Upstream
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Dialect
-from agl.stores import shown_url
+from agl.urls import shown_url
 from agl_gateway.relay.bodies import ENCODINGS, INFLATE_ERRORS, READABLE, Inflater
 from agl_gateway.relay.callers import clean
 from agl_gateway.relay.routing import UpstreamTarget, proxy_for
