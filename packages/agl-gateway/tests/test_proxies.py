@@ -60,6 +60,14 @@ async def test_upstream_is_asked_through_the_proxy_of_the_environment(stage, mon
     assert [f"POST {ELSEWHERE}/chat/completions Basic bWU6c2VjcmV0"] == asked
 
 
+async def test_upstream_with_an_umlaut_in_its_name_is_asked_by_its_encoded_name(stage, monkeypatch):
+    async with proxy() as (url, asked):
+        monkeypatch.setenv("HTTP_PROXY", url)
+        status, _ = await answered(stage, "http://müller.invalid:8000/v1")
+    assert 200 == status
+    assert "POST http://xn--mller-kva.invalid:8000/v1/chat/completions" in asked[0]
+
+
 async def test_upstreams_of_this_machine_and_of_no_proxy_are_asked_directly(stage, server, monkeypatch):
     async with proxy() as (url, asked):
         monkeypatch.setenv("HTTP_PROXY", url)

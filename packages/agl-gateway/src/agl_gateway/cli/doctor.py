@@ -28,7 +28,7 @@ from agl.contracts import Presence, Store
 from agl.errors import AglError, ConfigError, StoreError
 from agl.hints import count_of
 from agl.schemas import Record, new_trace_id
-from agl.stores import base_url_of, shown_url
+from agl.urls import base_url_of, shown_url
 from agl_gateway.access.worker_tokens import ADMIN_ENV, named_keys
 from agl_gateway.processes.announcement import GATEWAYS, gateways_of
 from agl_gateway.record.spool_file import SpoolReport, default_folder, spools_in

@@ -18,8 +18,8 @@ from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl.schemas import Dialect
 from agl.served_calls import CallGate, ServerLoad
-from agl.stores import base_url_of
 from agl.tracing import upstreams_for
+from agl.urls import base_url_of
 from agl_gateway.wire.problems import Problem
 from agl_run import is_loopback
 
