@@ -18,6 +18,8 @@ from aiohttp import web
 from agl.contracts import Upstream
 from agl_testing.model_server import Reply
 
+from .conftest import listening
+
 LIMIT = 20_000
 REASON = f"the backend's answer is larger than {LIMIT} bytes"
 LONG = Reply(text="word " * LIMIT, chunks=200)
@@ -82,15 +84,8 @@ async def answering(body: bytes, *, encoding: str, content_type: str) -> AsyncIt
         await request.read()
         return web.Response(body=body, headers={"content-encoding": encoding, "content-type": content_type})
 
-    app = web.Application()
-    app.router.add_post("/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+    async with listening(answer) as address:
+        yield f"{address}/v1"
 
 
 TYPES = ("text/event-stream", "application/json")
