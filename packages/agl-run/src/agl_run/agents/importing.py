@@ -162,8 +162,8 @@ def install_tracers(tracers: Iterable[tuple[str, Tracer]]) -> None:
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise ConfigError(
-                f"the tracer {name!r} could not be installed: {type(error).__name__}: {error}, at {frame.filename}:{frame.lineno}; "
-                f"correct that, or remove {name!r} from tracers"
+                f"the tracer {name!r} could not be installed: {type(error).__name__}: {error}, at "
+                f"{frame.filename}:{frame.lineno}; correct that, or remove {name!r} from tracers"
             ) from error
 
 
