@@ -7,9 +7,9 @@ from typing import get_args
 
 import pytest
 
-from agl import PluginManager
+from agl import PluginManager, contracts
 from agl._plugins import manager as manager_module
-from agl.contracts import AlgorithmEntry, Kind
+from agl.contracts import Kind
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
 
 REWARD = """
@@ -262,6 +262,29 @@ def test_component_without_a_method_of_its_contract_is_refused_with_its_name(ins
         manager.build(manager.entry(kind, "as-object"))
 
 
+DERIVED = """
+from agl import TracerEntry, hookimpl
+from agl.contracts import Tracer
+
+class Half(Tracer):
+    def install(self): ...
+    def uninstal(self): ...
+
+@hookimpl
+def agl_tracers():
+    yield TracerEntry(name="half", factory=Half)
+"""
+
+
+def test_tracer_that_derives_from_the_contract_and_misspells_a_method_is_refused(install_plugin):
+    install_plugin("agl-half", DERIVED, entry="half")
+    manager = PluginManager.from_environment()
+    with pytest.raises(BrokenPluginError, match=r"the tracer 'half' of the plugin 'half' \(agl-half 1.0\) .*uninstall"):
+        manager.check(manager.tracer("half"))
+    with pytest.raises(BrokenPluginError, match=r"of the plugin 'half' \(agl-half 1.0\) raised TypeError.*uninstall"):
+        manager.build(manager.tracer("half"))
+
+
 def test_every_kind_of_component_except_commands_has_a_contract():
     assert {"command", *LACKS} == set(get_args(Kind))
 
@@ -321,12 +344,14 @@ def test_what_a_plugin_prints_while_it_loads_is_not_in_the_output(install_plugin
     assert ("", "hello\n") == capsys.readouterr()
 
 
-class HalfAlgorithm:
-    async def setup(self, context):
-        """Has none of the other methods."""
+class Half:
+    """Has no method of any contract."""
 
 
-def test_algorithm_that_an_experiment_brings_itself_is_checked_for_its_contract():
-    entry = AlgorithmEntry(name="mine", factory=HalfAlgorithm, tunes=("weights",))
-    with pytest.raises(BrokenPluginError, match=r"the algorithm 'mine' lacks step, .*; correct it$"):
+@pytest.mark.parametrize("kind", LACKS)
+def test_component_that_an_experiment_brings_itself_is_checked_for_its_contract(kind):
+    entry = getattr(contracts, f"{kind.capitalize()}Entry")(name="mine", factory=Half)
+    with pytest.raises(
+        BrokenPluginError, match=rf"the {kind} 'mine' lacks [\w, ]*{LACKS[kind]}[\w, ]*, which .*; correct it$"
+    ):
         PluginManager().build(entry)
