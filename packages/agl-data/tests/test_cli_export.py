@@ -102,7 +102,7 @@ def test_format_of_a_plugin_is_written_to_standard_output(run, store, output, tm
     store("a")
     result = run("data", "export", "ro-0", "--format", "names", *output)
     assert "ro-0 0.0\nend of None\n" == result.stdout
-    assert result.stderr.endswith("1 records of names written to stdout\n")
+    assert result.stderr.endswith("1 record of names written to stdout\n")
     assert ["runs"] == os.listdir(tmp_path)
 
 
@@ -113,6 +113,13 @@ def test_export_that_fails_leaves_the_earlier_file(run, store, tmp_path):
     assert (1, "Error: a broken task\n") == (result.exit_code, result.stderr)
     assert "earlier" == (tmp_path / "out.txt").read_text()
     assert ["out.txt", "runs"] == sorted(os.listdir(tmp_path))
+
+
+def test_lines_of_json_are_not_written_into_a_file_named_parquet(run, store, tmp_path):
+    store("a")
+    result = run("data", "export", "--format", "rows", "--output", "rows.parquet")
+    assert (1, True) == (result.exit_code, "writes JSON lines, and 'rows.parquet' says Parquet" in result.stderr)
+    assert ["runs"] == os.listdir(tmp_path)
 
 
 def test_help_lists_the_formats_of_plugins(run):

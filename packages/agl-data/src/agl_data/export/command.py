@@ -13,6 +13,7 @@ import msgspec
 from agl import PluginManager
 from agl.contracts import RolloutQuery, SpanQuery, Store
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl.schemas import (
     PromptTemplate,
     ResourceVersion,
@@ -89,6 +90,11 @@ def export(
     if form in (*_OF_RESOURCES, "model"):
         _export_resources(manager, store_url, rollout_ids, form, output)
         return
+    if form in FORMATS and output is not None and output.suffix.lower() == ".parquet":
+        raise ConfigError(
+            f"--format {form} writes JSON lines, and {str(output)!r} says Parquet; name an --output that ends in "
+            ".jsonl. Parquet comes from --format verl, and from agl data archive, whose tables pandas reads"
+        )
     query = make_query(experiment, status, mode, limit=100)
     if chosen is not None and (form != "spans" or min_reward is not None or agents is not None):
         raise ConfigError(
@@ -115,8 +121,8 @@ def export(
         return count
 
     count = with_store(manager, store_url, work)
-    unit = "lines" if form in FORMATS else "records"
-    click.echo(f"{count} {unit} of {form} written to {_shown(output)}", err=True)
+    written = count_of(count, "line" if form in FORMATS else "record")
+    click.echo(f"{written} of {form} written to {_shown(output)}", err=True)
 
 
 def _export_resources(
