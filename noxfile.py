@@ -1,6 +1,6 @@
 """The project's commands: ``nox -s demo`` runs the main job, ``nox -s tests`` passes the tests.
 
-``nox -s everything`` runs the rest: other Pythons and releases, kills, VERL, Ray, PostgreSQL, package builds.
+``nox -s everything`` runs the rest: the newest Python, older releases, kills, VERL, Ray, PostgreSQL, package builds.
 
 Each package is tested in an environment that has what it needs and nothing more, made with uv, or with pip where uv is
 absent; there is no joint lock. Sessions whose needs are the same share an environment, and it is kept between runs.
@@ -248,7 +248,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def everything(session: nox.Session) -> None:
-    """All other tests: long ones, other Pythons, oldest frameworks, every package by itself, VERL, Ray, builds."""
+    """All other tests: long ones, the newest Python, oldest frameworks, every package by itself, VERL, Ray, builds."""
     marks = dict.fromkeys(LONG, "long and not soak") | dict.fromkeys(ALONE, "(long or alone) and not soak")
     names = [*LONG, *ALONE, *REST]
     run_side_by_side(session, names, lambda name: ["-m", marks[name]] if name in marks else [])
@@ -724,7 +724,7 @@ ALONE = ["gateway", *(f"plugin({package})" for package in PLUGINS if f"packages/
 """Sessions of single packages of ``around``; ``everything`` runs their long tests, and those marked ``alone``."""
 
 REST = [
-    *others,
+    *(others[-1:] if python_of(PYTHONS[-1]) else others[:1]),  # the newest Python, or from there the oldest
     *("openai2", "generic", "tinker", f"verl-{VERL_PYTHON}", "integration", "site", "wheels", "deploy"),
     *(f"adapter({package}-oldest)" for package in ADAPTERS),
     *(name for package in PLUGINS if (name := f"plugin({package})") not in ALONE),

@@ -26,6 +26,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.served_calls",
         "agl.stores",
         "agl.tracing",
+        "agl.urls",
     ),
     "agl-algo-torch": ("agl_algo_torch.serving.hosting",),
     "agl-data": ("agl_data.export.trl",),

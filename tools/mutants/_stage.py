@@ -69,7 +69,8 @@ def _sources(heart: Heart) -> Iterator[tuple[str, Path]]:
 
 
 def _tests(heart: Heart) -> Iterator[tuple[str, Path]]:
-    """The tests, and beside them the conftest that they may need."""
+    """The tests, the conftest of each folder, and the spans that they share."""
+    yield "tests/cases.py", ROOT / "tests" / "cases.py"
     for path in map(Path, heart.tests):
         folder = f"tests/{path.parts[1]}"
         yield f"{folder}/{path.name}", ROOT / path

@@ -239,3 +239,8 @@ def test_answer_whose_prompt_is_rendered_differently_later_is_rendered_by_the_te
     assert 0 == second.spliced
     assert 1 == second.text.count("<think>")
     assert 1 == second.text.count(call)
+
+
+def test_object_that_is_not_a_tool_parser_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"The tool parser 'json:loads' is a function\. Name a ToolParser\."):
+        find_parser("json:loads")

@@ -7,9 +7,9 @@ from typing import get_args
 
 import pytest
 
-from agl import PluginManager
+from agl import PluginManager, contracts
 from agl._plugins import manager as manager_module
-from agl.contracts import AlgorithmEntry, Kind
+from agl.contracts import Kind
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
 
 REWARD = """
@@ -321,12 +321,14 @@ def test_what_a_plugin_prints_while_it_loads_is_not_in_the_output(install_plugin
     assert ("", "hello\n") == capsys.readouterr()
 
 
-class HalfAlgorithm:
-    async def setup(self, context):
-        """Has none of the other methods."""
+class Half:
+    """Has no method of any contract."""
 
 
-def test_algorithm_that_an_experiment_brings_itself_is_checked_for_its_contract():
-    entry = AlgorithmEntry(name="mine", factory=HalfAlgorithm, tunes=("weights",))
-    with pytest.raises(BrokenPluginError, match=r"the algorithm 'mine' lacks step, .*; correct it$"):
+@pytest.mark.parametrize("kind", LACKS)
+def test_component_that_an_experiment_brings_itself_is_checked_for_its_contract(kind):
+    entry = getattr(contracts, f"{kind.capitalize()}Entry")(name="mine", factory=Half)
+    with pytest.raises(
+        BrokenPluginError, match=rf"the {kind} 'mine' lacks [\w, ]*{LACKS[kind]}[\w, ]*, which .*; correct it$"
+    ):
         PluginManager().build(entry)

@@ -3,10 +3,12 @@
 import pytest
 
 from agl.errors import ConfigError
-from agl.stores import base_url_of, web_parts
+from agl.urls import base_url_of, web_parts
 
 
-@pytest.mark.parametrize("url", ["http://host", "https://me@host:8443/path?x=1", "http://[::1]:4318"])
+@pytest.mark.parametrize(
+    "url", ["http://host", "https://me@host:8443/path?x=1", "http://[::1]:4318", "http://müller.example"]
+)
 def test_url_of_the_web_has_parts(url: str) -> None:
     parts = web_parts(url)
     assert parts is not None
@@ -15,14 +17,21 @@ def test_url_of_the_web_has_parts(url: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "host", "ftp://host", "http://", "http://[x", "http://h:x", "http://h:0", "http://h:65536", "http://a b"],
+    [
+        *("", "host", "ftp://host", "http://", "http://[x", "http://h:x", "http://h:0", "http://h:65536"),
+        *("http://a b", "http://a\u2028b", "http://a\x7fb", "http://h\n", "http://h/ü", "http://h/a b"),
+    ],
 )
 def test_other_text_has_none(url: str) -> None:
     assert web_parts(url) is None
 
 
 @pytest.mark.parametrize(
-    "url", ["http://host:8000/v1", "https://host", "http://[::1]:8000/v1", "https://host/messages/v1"]
+    "url",
+    [
+        *("http://host:8000/v1", "https://host", "http://[::1]:8000/v1", "https://host/messages/v1"),
+        *("http://müller.example:8000/v1", "https://हिन्दी.example/v1"),
+    ],
 )
 def test_base_url_loses_only_the_slash_at_its_end(url: str) -> None:
     assert [url] * 2 == [base_url_of(given, who="it") for given in (url, f"{url}/")]

@@ -20,6 +20,7 @@ SECRET = b"a secret of the remote store tests"
 
 class TestHttpStore(StoreConformance):
     has_schema_version = False  # the served store's own; this one stands for no data
+    can_be_damaged = False  # the same
 
     @pytest.fixture
     def locate(self, tmp_path: Path) -> Iterator[Callable[[str], StoreLocation]]:

@@ -1,5 +1,6 @@
-"""Answers larger than the gateway's limit end with an error of the client's API, and are recorded as cut."""
+"""Answers that are too large or unreadable end with an error of the client's API, and are recorded with the reason."""
 
+import gzip
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,10 +9,13 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+import zstandard
 from aiohttp import web
 
 from agl.contracts import Upstream
 from agl_testing.model_server import Reply
+
+from .conftest import listening
 
 LIMIT = 20_000
 REASON = f"the backend's answer is larger than {LIMIT} bytes"
@@ -63,31 +67,32 @@ async def test_plain_answer_beyond_the_limit_is_a_recorded_502(stage):
     assert (502, True) == (call.status_code, REASON in call.error)
 
 
-@asynccontextmanager
-async def bomb(content_type: str) -> AsyncIterator[str]:
-    """Run a server that answers with 100 KB of gzip, which grow to 100 MB."""
+def bomb() -> bytes:
+    """Return 100 KB of gzip, which grow to 100 MB."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
-    body = b"".join([*(packer.compress(b"data: {}\n\n" * 100_000) for _ in range(100)), packer.flush()])
+    return b"".join([*(packer.compress(b"data: {}\n\n" * 100_000) for _ in range(100)), packer.flush()])
+
+
+@asynccontextmanager
+async def answering(body: bytes, *, encoding: str, content_type: str) -> AsyncIterator[str]:
+    """Run a server that answers every request with ``body``."""
 
     async def answer(request: web.Request) -> web.Response:
         await request.read()
-        return web.Response(body=body, headers={"content-encoding": "gzip", "content-type": content_type})
+        return web.Response(body=body, headers={"content-encoding": encoding, "content-type": content_type})
 
-    app = web.Application()
-    app.router.add_post("/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+    async with listening(answer) as address:
+        yield f"{address}/v1"
 
 
-@pytest.mark.parametrize("content_type", ["text/event-stream", "application/json"])
+TYPES = ("text/event-stream", "application/json")
+ANSWER = b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}}]}\n\n' * 50
+
+
+@pytest.mark.parametrize("content_type", TYPES)
 async def test_compressed_answer_counts_by_its_decompressed_size(stage, content_type: str):
     async with (
-        bomb(content_type) as address,
+        answering(bomb(), encoding="gzip", content_type=content_type) as address,
         stage(max_answer=LIMIT, upstreams=[Upstream(name="main_llm", base_url=address)]) as it,
     ):
         attempt_id, token = await it.open_attempt()
@@ -95,6 +100,45 @@ async def test_compressed_answer_counts_by_its_decompressed_size(stage, content_
             await chat(it, token, model="main_llm")
         (call,) = await it.calls(attempt_id)
     assert REASON in call.error
+
+
+@pytest.mark.parametrize("content_type", TYPES)
+@pytest.mark.parametrize(
+    ("encoding", "body", "reason"),
+    [
+        ("gzip", ANSWER, "answer is not the gzip that its content-encoding header says"),
+        ("gzip", gzip.compress(ANSWER)[:-4], "answer is not the gzip that its content-encoding header says"),
+        ("gzip", gzip.compress(ANSWER) + b"more", "answer is not the gzip that its content-encoding header says"),
+        ("zstd", ANSWER, "answer is not the zstd that its content-encoding header says"),
+        ("br", ANSWER, "answer has the content-encoding 'br', and the gateway reads gzip, deflate or zstd only"),
+        ("gzip, gzip", ANSWER, "answer has the content-encoding 'gzip, gzip'"),
+    ],
+    ids=["plain", "truncated", "continued", "zstd", "brotli", "twice"],
+)
+async def test_answer_in_another_encoding_than_its_header_names_is_an_error_that_says_so(
+    stage, content_type: str, encoding: str, body: bytes, reason: str
+):
+    async with (
+        answering(body, encoding=encoding, content_type=content_type) as address,
+        stage(upstreams=[Upstream(name="main_llm", base_url=address)]) as it,
+    ):
+        attempt_id, token = await it.open_attempt()
+        with pytest.raises(openai.APIError, match=reason):
+            await chat(it, token, model="main_llm")
+        (call,) = await it.calls(attempt_id)
+    assert reason in call.error
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+async def test_compressed_stream_reaches_the_client_uncompressed(stage, encoding: str):
+    body = gzip.compress(ANSWER) if encoding == "gzip" else zstandard.compress(ANSWER)
+    async with (
+        answering(body, encoding=encoding, content_type=TYPES[0]) as address,
+        stage(upstreams=[Upstream(name="main_llm", base_url=address)]) as it,
+    ):
+        _, token = await it.open_attempt()
+        parts = await chat(it, token, model="main_llm")
+    assert ["hi"] * 50 == [part.choices[0].delta.content for part in parts]
 
 
 async def test_only_the_gateway_sets_headers_that_browsers_and_its_own_clients_obey(stage):

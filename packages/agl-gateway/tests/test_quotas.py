@@ -1,11 +1,15 @@
 """An attempt that makes calls or appends spans without end is stopped, and its record says why."""
 
+from collections.abc import Callable
+
 import openai
 import pytest
 
-from agl.errors import AglError
+from agl.errors import AglError, ConfigError
 from agl.schemas import Span, new_span_id
 from agl_gateway.client import HttpStore
+from agl_gateway.embedded import EmbeddedGateway
+from agl_gateway.settings import Settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -54,3 +58,10 @@ async def test_spans_beyond_the_quota_are_refused_all_at_once(stage):
         assert ["agl.gateway.quota", "step", "step", "step"] == sorted(s.name for s in await it.spans(attempt_id))
         (told,) = await refusals(it, attempt_id)
         assert "raise the gateway's max_spans" in told
+
+
+@pytest.mark.parametrize("name", ["max_answer", "max_calls", "max_spans", "timeout_s"])
+@pytest.mark.parametrize("kind", [Settings, EmbeddedGateway])
+def test_limit_of_0_is_refused_with_a_number_that_works(kind: Callable[..., object], name: str):
+    with pytest.raises(ConfigError, match=rf"the gateway's {name} is 0; give a number above 0, such as \d+"):
+        kind(**{name: 0})

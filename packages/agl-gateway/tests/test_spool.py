@@ -19,6 +19,7 @@ from agl_gateway.record import outage as outages
 from agl_gateway.record import spool as spools
 from agl_gateway.record.spool_file import SpoolBusyError, SpoolFile, folder_of, spools_for, spools_in
 from agl_gateway.service import GatewayService
+from agl_gateway.store_api import feed
 from agl_run.access.tokens import AdminKey
 from agl_run.worker.remote_gateway import RemoteGateway
 from agl_store_sqlite._store import SQLiteStore
@@ -84,6 +85,10 @@ class StalledStore(MemoryStore):
         self.probes += 1
         await self.answers.wait()
         return await super().cursor()
+
+    async def changes(self, *, after: int = 0, limit: int = 1000, wait_s: float = 0.0):
+        await self.answers.wait()
+        return await super().changes(after=after, limit=limit, wait_s=min(wait_s, 0.01))
 
     async def rollouts(self, query):
         await self.answers.wait()
@@ -168,17 +173,45 @@ async def test_store_that_hangs_delays_neither_health_nor_the_refusal_of_a_conve
         assert (200, "ok") == await health(it)
         assert 200 == (await call(it, "k" * 16, "known"))[0]
         store.answers.clear()
-        async with asyncio.timeout(2):
-            assert (200, "spooling") == await health(it)
-            monkeypatch.setattr(outages, "_PROBE_S", 60.0)  # a known outage needs no probe
+        async with asyncio.timeout(30):
+            status, text, headers = await call(it, "k" * 16, "new")
             assert (200, "spooling") == await health(it)
             assert 200 == (await call(it, "k" * 16, "known"))[0]
-            status, text, headers = await call(it, "k" * 16, "new")
         assert (503, "5") == (status, headers["retry-after"])
         assert "the gateway's store does not answer" in text
         store.answers.set()
         await eventually(lambda: not it.recorder.outage.is_on)
         assert 200 == (await call(it, "k" * 16, "new"))[0]
+
+
+@pytest.mark.parametrize("has_spool", [True, False])
+async def test_health_request_neither_asks_the_store_nor_begins_an_outage(serving, tmp_path, monkeypatch, has_spool):
+    monkeypatch.setattr(outages, "_PROBE_S", 0.05)
+    store = StalledStore()
+    async with serving(store=store, **({"spool": tmp_path} if has_spool else {})) as it:
+        store.answers.clear()
+        before = store.probes
+        async with asyncio.timeout(30):
+            assert [(200, "ok")] * 3 == [await health(it) for _ in range(3)]
+        assert (before, False) == (store.probes, it.recorder.outage.is_on)
+
+
+@pytest.mark.parametrize(("has_spool", "expected"), [(True, (200, "spooling")), (False, (503, "failing"))])
+async def test_health_follows_a_store_that_hangs_without_any_call(serving, tmp_path, monkeypatch, has_spool, expected):
+    monkeypatch.setattr(outages, "_PROBE_S", 0.05)
+    monkeypatch.setattr(feed, "_WAIT_S", 0.05)
+    monkeypatch.setattr(feed, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(feed, "_AFTER_FAILURE_S", 0.05)
+    store = StalledStore()
+    async with serving(store=store, **({"spool": tmp_path} if has_spool else {})) as it:
+
+        async def is_health(wanted: tuple[int, str]) -> bool:
+            return wanted == await health(it)
+
+        store.answers.clear()
+        await eventually(lambda: is_health(expected))
+        store.answers.set()
+        await eventually(lambda: is_health((200, "ok")))
 
 
 async def test_gauges_follow_the_queue_within_a_second(serving, tmp_path):

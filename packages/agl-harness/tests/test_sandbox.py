@@ -13,8 +13,11 @@ import pytest
 from agl.errors import ConfigError, RunError
 from agl_harness import Limits, PathError, SandboxError
 from agl_harness.conformance import SandboxConformance
+from agl_harness.runner import HarnessRunner
+from agl_harness.sandboxes.backends import build_sandboxes
 from agl_harness.sandboxes.isolation import bubblewrap, find_isolation
 from agl_harness.sandboxes.local import LocalSandbox, LocalSandboxes
+from agl_run import AgentSpec
 from agl_testing.waiting import wait_until
 
 from .conftest import wait
@@ -403,3 +406,27 @@ def test_cancelled_command_is_stopped(sandboxes: LocalSandboxes, tmp_path: Path)
         assert not any(str(tmp_path) in line and "sleep 600" in line for line in _commands())
 
     wait(work)
+
+
+class HalfBackend:
+    """Creates sandboxes and cannot find them again."""
+
+    async def create(self, name: str) -> LocalSandbox:
+        raise SandboxError(name)
+
+
+def half_backend(**_: object) -> HalfBackend:
+    """Build the backend as a function does, which shows its methods only when it is called."""
+    return HalfBackend()
+
+
+@pytest.mark.parametrize("name", ["HalfBackend", "half_backend"])
+def test_backend_without_a_method_of_its_contract_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"the sandbox '[\w.-]+:{name}' lacks create or attach, the methods of"):
+        build_sandboxes(f"{__name__}:{name}", base=tmp_path, hidden=[])
+
+
+def test_check_of_an_experiment_refuses_a_backend_without_a_method(tmp_path: Path) -> None:
+    agent = AgentSpec(harness="codex", folder=str(tmp_path))
+    with pytest.raises(ConfigError, match="lacks create or attach"):
+        HarnessRunner.check(agent, params={"sandbox": f"{__name__}:HalfBackend"})

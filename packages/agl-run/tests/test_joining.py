@@ -20,7 +20,8 @@ from agl.algorithms import ComponentConfig
 from agl.contracts import Presence, RewardSetup, Store, Upstream
 from agl.errors import ConfigError, NotFoundError, UnknownComponentError
 from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Rollout
-from agl.stores import MemoryStore, without_credentials
+from agl.stores import MemoryStore
+from agl.urls import without_credentials
 from agl_inspect.ownership import Ownership
 from agl_inspect.presence import host_id, worker_is_dead, worker_name
 from agl_run import parse_config

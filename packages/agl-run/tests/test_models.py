@@ -1,5 +1,6 @@
 """The setting ``model`` of a policy that loads weights: missing folders, and hubs that do not answer."""
 
+import asyncio
 import socket
 import threading
 import time
@@ -20,7 +21,14 @@ from agl_run.plan import Plan
 class Plugin:
     @hookimpl
     def agl_policies(self) -> list[PolicyEntry]:
-        return [PolicyEntry(name="trainable", factory=dict, trains=True), PolicyEntry(name="fixed", factory=dict)]
+        factories = {"fixed": dict, "slow": slow}
+        trainable = PolicyEntry(name="trainable", factory=dict, trains=True)
+        return [trainable, *(PolicyEntry(name=name, factory=made) for name, made in factories.items())]
+
+
+def slow(name: str, model: str) -> None:
+    """Stand for a policy that reads a model, which would hold up a loop."""
+    raise ConfigError(f"built {'in' if asyncio._get_running_loop() else 'outside'} the event loop")
 
 
 def solve(task: dict[str, int]) -> float:
@@ -48,6 +56,15 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "models" / "tiny").mkdir(parents=True)
+
+
+def test_run_builds_a_policy_outside_of_the_event_loop(tmp_path: Path) -> None:
+    manager = PluginManager()
+    manager.register(Plugin(), name="toy")
+    served = {"main": policy("slow", model="m")}
+    trainer = Trainer(store="memory://", policies=served, plugins=manager, folder=tmp_path)
+    with pytest.raises(ConfigError, match="built outside the event loop"):
+        trainer.fit(solve, [{"q": 1}])
 
 
 def test_folder_is_looked_for_beside_the_experiment(tmp_path: Path) -> None:

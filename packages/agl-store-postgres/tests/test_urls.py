@@ -6,7 +6,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from agl.errors import ConfigError
-from agl.stores import shown_url
+from agl.urls import shown_url
 from agl_store_postgres.urls import sharded_target_of, target_of
 
 SECRET = "p@ss/w?rd#"

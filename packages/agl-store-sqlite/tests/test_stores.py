@@ -25,7 +25,8 @@ from agl.schemas import (
     Span,
     pack_ids,
 )
-from agl.stores import MemoryStore, shown_url
+from agl.stores import MemoryStore
+from agl.urls import shown_url
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import eventually
 

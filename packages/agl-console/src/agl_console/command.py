@@ -17,7 +17,8 @@ from aiohttp import web
 from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
-from agl.stores import TableStore, shown_url
+from agl.stores import TableStore
+from agl.urls import shown_url
 from agl_console.access import Access, admin_token_of
 from agl_console.guard import checked_password
 from agl_console.learning import LearningFilter, learning_view

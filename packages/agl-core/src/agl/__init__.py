@@ -2,8 +2,8 @@
 
 This module has the names that authors of agents and plugins use most. The others are in :mod:`agl.schemas`,
 :mod:`agl.contracts`, :mod:`agl.errors`, :mod:`agl.hints`, :mod:`agl.algorithms`, :mod:`agl.tracing`, :mod:`agl.stores`,
-:mod:`agl.dialects`, :mod:`agl.episodes` and :mod:`agl.semconv`. ``import agl`` is cheap: each name is imported on first
-use, so a program that only emits rewards never loads a store.
+:mod:`agl.dialects`, :mod:`agl.episodes`, :mod:`agl.semconv` and :mod:`agl.urls`. ``import agl`` is cheap: each name is
+imported on first use, so a program that only emits rewards never loads a store.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -7,7 +7,7 @@ from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit
 
 from agl.errors import ConfigError
-from agl.stores import shown_url
+from agl.urls import shown_url
 from agl_run import ExperimentConfig, GatewayConfig
 
 _KEY = re.compile(

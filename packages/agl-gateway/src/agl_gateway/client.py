@@ -19,7 +19,7 @@ import msgspec
 from agl.contracts import Store
 from agl.errors import ConfigError, StoreError, TokenError
 from agl.schemas import Claim, new_trace_id
-from agl.stores import shown_url, web_parts, without_credentials
+from agl.urls import shown_url, web_parts, without_credentials
 from agl_gateway.access.worker_tokens import ADMIN_ENV, WORKER_TOKENS, IssuedToken, TokenRequest, named_keys
 from agl_gateway.processes.loop_thread import LoopThread
 from agl_gateway.store_api.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of

@@ -290,6 +290,7 @@ class GatewayService:
             relay=self.relay,
             recorder=self.recorder,
             queue=self._queue,
+            feed=self._feed,
             siblings=self.siblings,
         )
         workers = WorkersApi(

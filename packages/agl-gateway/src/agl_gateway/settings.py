@@ -2,8 +2,12 @@
 
 import inspect
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
+
+from agl.errors import ConfigError
+
+_POSITIVE = ("timeout_s", "max_answer", "max_calls", "max_spans")
 
 
 @dataclass(kw_only=True)
@@ -106,6 +110,11 @@ class Settings(EmbeddedSettings):
     body_s: float = 20.0
     is_shared: bool = False
     share: Share = field(default_factory=Share)
+
+    def __post_init__(self) -> None:
+        for one in fields(EmbeddedSettings):
+            if one.name in _POSITIVE and (found := getattr(self, one.name)) <= 0:
+                raise ConfigError(f"the gateway's {one.name} is {found}; give a number above 0, such as {one.default}")
 
 
 def descriptions() -> dict[str, str]:

@@ -37,7 +37,7 @@ from agl_harness.harbor_tasks.dockerfile import Image
 from agl_harness.harbor_tasks.folder import PREFIX, filled_variables, load_task
 from agl_harness.harbor_tasks.layout import Layout, fill, layout_of
 from agl_harness.installation import Program, require
-from agl_harness.sandboxes.backends import build_sandboxes, private_folders
+from agl_harness.sandboxes.backends import build_sandboxes, find_backend, private_folders
 from agl_harness.sandboxes.contract import (
     HOME,
     TEMPORARY,
@@ -122,8 +122,8 @@ class HarnessRunner:
         """Check an experiment's harness and tasks before anything starts.
 
         Raises:
-            ConfigError: The harness does not exist, or a Harbor task cannot run or needs something that the sandbox
-                lacks.
+            ConfigError: The harness or the sandbox's backend does not exist, or a Harbor task cannot run or needs
+                something that the sandbox lacks.
         """
         folder = Path(agent.folder or ".").absolute()
         find(agent.harness, folder=folder)
@@ -132,7 +132,10 @@ class HarnessRunner:
             for task in tasks
             if str(fields_of(task).get("workspace") or agent.workspace).startswith(PREFIX)
         )
-        check_tasks([place for place in found if place is not None], settings=_settings(dict(params or {})))
+        settings = _settings(dict(params or {}))
+        if settings.sandbox != "local":
+            find_backend(settings.sandbox)
+        check_tasks([place for place in found if place is not None], settings=settings)
 
     def _hidden(self) -> list[str]:
         """Return the folders that the settings hide from sandboxes, and the folder of Harbor tasks."""

@@ -14,7 +14,8 @@ from pathlib import Path
 from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError, StoreError
-from agl.stores import TableStore, shown_url
+from agl.stores import TableStore
+from agl.urls import shown_url
 
 SQLITE = "sqlite:///"
 

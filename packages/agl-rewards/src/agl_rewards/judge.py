@@ -26,7 +26,7 @@ import msgspec
 from agl.contracts import RewardSetup
 from agl.errors import AglError, ConfigError
 from agl.schemas import LLM, Json, PromptTemplate, Record, Reward, Rollout, Span
-from agl.stores import base_url_of
+from agl.urls import base_url_of
 from agl_rewards.source import as_text, task_fields, text_source
 
 TEMPLATE = """\

@@ -8,7 +8,7 @@ from agl.contracts import ServedModel
 from agl.episodes import final_text
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import LLM, Json, Resource, ResourceVersion, Reward, Rollout, Span
-from agl.stores import base_url_of
+from agl.urls import base_url_of
 
 
 class ExactMatch:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from agl.contracts import SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
 from agl.errors import ExportError
-from agl.stores import shown_url
+from agl.urls import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from agl.contracts import SinkOutcome, SinkRow, SinkRun, SinkTable, shortened
 from agl.errors import ConfigError, ExportError
 from agl.hints import did_you_mean
-from agl.stores import web_parts
+from agl.urls import web_parts
 from agl_sinks.sending import post
 
 if TYPE_CHECKING:

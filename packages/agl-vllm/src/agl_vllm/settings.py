@@ -12,7 +12,7 @@ import msgspec
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Record
-from agl.stores import base_url_of
+from agl.urls import base_url_of
 
 Sync = Literal["auto", "sleep", "reload", "restart"]
 _OWN_ARGS = (

@@ -24,7 +24,7 @@ from msgspec import Meta
 from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError
 from agl.schemas import Json, Record, to_json
-from agl.stores import base_url_of
+from agl.urls import base_url_of
 from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, Settings, Spent
 
 TRIES = 4

@@ -173,9 +173,12 @@ def find_parser(name: str) -> ToolParser:
     module, is_reference, attribute = name.partition(":")
     if is_reference:
         try:
-            return getattr(importlib.import_module(module), attribute)
+            found = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"The tool parser {name!r} cannot be imported: {error}.") from error
+        if not isinstance(found, ToolParser):
+            raise ConfigError(f"The tool parser {name!r} is a {type(found).__name__}. Name a ToolParser.")
+        return found
     if name not in _PARSERS:
         raise ConfigError(
             f"The tool parser {name!r} is unknown. Use one of: auto, {', '.join(sorted(_PARSERS))}, or "

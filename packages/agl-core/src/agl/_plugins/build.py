@@ -80,8 +80,7 @@ def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any
     # What the parts that an experiment brings itself raise is passed on: their callers know better what to say.
     with _blaming(str(entry.factory), component, source, doing="calling") if source.module else nullcontext():
         made = factory(**checked)
-    if source.module or isinstance(entry, (_entries.AlgorithmEntry, _entries.TracerEntry)):
-        check_contract(made, entry, component, source)
+    check_contract(made, entry, component, source)
     return made
 
 

@@ -4,6 +4,7 @@ The format has no token ids. The readers also accept ``prompt_token_ids``, ``tok
 numbers) that a server adds to the body, or in a stream to ``message_start`` and ``message_delta``.
 """
 
+from collections import defaultdict
 from typing import Any
 
 import msgspec
@@ -47,18 +48,20 @@ def read_stream(data: bytes) -> Answer:
     message: dict[str, Any] = {}
     # By index: with parallel tools a server may interleave the deltas of several blocks.
     blocks: dict[int, dict[str, Any]] = {}
-    # The input of a tool comes as pieces of JSON text, which can be parsed at the end only.
-    inputs: dict[int, list[str]] = {}
+    # The texts of each block by field, joined at the end: adding them one by one may copy the text each time.
+    texts: defaultdict[int, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     is_finished, error = False, ""
     for event in objects(data):
         match event.get("type"):
             case "message_start" if isinstance(event.get("message"), dict):
                 message = dict(event["message"])
             case "content_block_start" if isinstance(event.get("content_block"), dict):
-                blocks[as_index(event.get("index"))] = dict(event["content_block"])
+                index = as_index(event.get("index"))
+                blocks[index] = dict(event["content_block"])
+                texts.pop(index, None)
             case "content_block_delta" if isinstance(event.get("delta"), dict):
                 index = as_index(event.get("index"))
-                _grow(blocks.setdefault(index, {"type": "text", "text": ""}), event["delta"], inputs, index)
+                _grow(blocks.setdefault(index, {"type": "text", "text": ""}), event["delta"], texts[index])
             case "message_delta":
                 _finish(message, event)
             case "message_stop":
@@ -69,25 +72,31 @@ def read_stream(data: bytes) -> Answer:
                 pass
     if not message:
         return Answer(error=error)
-    for index, parts in inputs.items():
-        blocks[index]["input"] = _json("".join(parts))
+    for index, grown in texts.items():
+        _join(blocks[index], grown)
     message["content"] = [blocks[index] for index in sorted(blocks)]
     answer = _answer(message, is_finished=is_finished)
     return msgspec.structs.replace(answer, error=error or answer.error)
 
 
-def _grow(block: dict[str, Any], delta: dict[str, Any], inputs: dict[int, list[str]], index: int) -> None:
+def _grow(block: dict[str, Any], delta: dict[str, Any], texts: dict[str, list[str]]) -> None:
     match delta.get("type"):
         case "text_delta":
-            block["text"] = as_text(block.get("text")) + as_text(delta.get("text"))
+            texts["text"].append(as_text(delta.get("text")))
         case "input_json_delta":
-            inputs.setdefault(index, []).append(as_text(delta.get("partial_json")))
+            texts["input"].append(as_text(delta.get("partial_json")))
         case "thinking_delta":
-            block["thinking"] = as_text(block.get("thinking")) + as_text(delta.get("thinking"))
+            texts["thinking"].append(as_text(delta.get("thinking")))
         case "signature_delta":
             block["signature"] = delta.get("signature")
         case _:
             pass
+
+
+def _join(block: dict[str, Any], texts: dict[str, list[str]]) -> None:
+    for key, parts in texts.items():
+        text = "".join(parts)
+        block[key] = _json(text) if key == "input" else as_text(block.get(key)) + text
 
 
 def _finish(message: dict[str, Any], event: dict[str, Any]) -> None:

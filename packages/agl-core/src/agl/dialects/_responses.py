@@ -5,6 +5,7 @@ only, so an answer with tool calls or with marker tokens has fewer of them than 
 it. Other servers may add ``prompt_token_ids``, ``token_ids`` and ``logprobs`` (a list of numbers) for the whole answer.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -98,14 +99,20 @@ def _tokens(messages: Any, plain: Any) -> list[int] | None:
 def _items(events: Iterable[dict[str, Any]]) -> list[Any]:
     """The output items of a stream that ended early; an unfinished item is built from its deltas."""
     items: dict[int, Any] = {}
+    # Joined at the end: adding the deltas one by one may copy the text each time.
+    deltas: defaultdict[int, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         index, kind = event.get("output_index"), event.get("type")
         if not isinstance(index, int):
             continue
         if kind in ("response.output_item.added", "response.output_item.done"):
             items[index] = event.get("item")
+            deltas.pop(index, None)
         elif isinstance(event.get("delta"), str) and isinstance(items.get(index), dict):
-            _grow(as_dict(items[index]), str(kind), event["delta"])
+            deltas[index][str(kind)].append(event["delta"])
+    for index, grown in deltas.items():
+        for kind, parts in grown.items():
+            _grow(items[index], kind, "".join(parts))
     return [items[index] for index in sorted(items)]
 
 

@@ -7,7 +7,6 @@ from agl.stores._queries import all_spans, is_readable, is_wanted, read_recordin
 from agl.stores._store import Backend, TableStore, Work
 from agl.stores._tables import Reads, Tables
 from agl.stores._tallies import counted, place_of, reward_of, share_of
-from agl.stores._urls import base_url_of, shown_url, web_parts, without_credentials
 from agl.stores._values import DAMAGE, MAX_SEQUENCE, check_recording, note_damage, placed, readable
 from agl.stores._wake_up import WakeUp
 
@@ -24,7 +23,6 @@ __all__ = [
     "WakeUp",
     "Work",
     "all_spans",
-    "base_url_of",
     "check_recording",
     "closed",
     "counted",
@@ -41,10 +39,7 @@ __all__ = [
     "reward_of",
     "select",
     "share_of",
-    "shown_url",
     "sort_key",
     "start_of",
     "unknown_attempt",
-    "web_parts",
-    "without_credentials",
 ]

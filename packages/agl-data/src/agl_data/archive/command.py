@@ -13,7 +13,8 @@ from agl import PluginManager
 from agl.errors import ConfigError
 from agl.hints import count_of
 from agl.schemas import RolloutStatus
-from agl.stores import MemoryStore, TableStore, shown_url
+from agl.stores import MemoryStore, TableStore
+from agl.urls import shown_url
 from agl_inspect.retention import FINISHED
 from agl_inspect.stores import as_url, build_store, command
 from agl_inspect.terminal.opening import pass_manager, resolve_url

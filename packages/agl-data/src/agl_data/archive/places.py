@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agl.errors import AglError, ConfigError, StoreError
-from agl.stores import shown_url
+from agl.urls import shown_url
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ import click
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError, StoreError
 from agl.hints import did_you_mean
-from agl.stores import base_url_of, shown_url
+from agl.urls import base_url_of, shown_url
 from agl_gateway.access.certificate import certificate_of
 from agl_gateway.access.worker_tokens import ADMIN_ENV, named_keys
 from agl_gateway.processes.supervisor import Place, Supervisor, listening, refusal

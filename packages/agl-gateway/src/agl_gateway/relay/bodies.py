@@ -11,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import zstandard
 from aiohttp import StreamReader, web
@@ -86,6 +87,8 @@ ENCODINGS = ("gzip", "x-gzip", "deflate", "zstd")
 """Content encodings of requests that the gateway reads."""
 
 READABLE = "gzip, deflate or zstd"
+INFLATE_ERRORS = (zlib.error, zstandard.ZstdError)
+"""Errors of bytes that are not in the encoding that their header names."""
 
 _STEP, _PIECE = 64 * 1024, 256 * 1024
 _GZIP, _ZLIB, _RAW = 31, 15, -15
@@ -112,15 +115,14 @@ def inflate(body: bytes, encoding: str, limit: int) -> bytes:
         Problem: 413 as soon as the decompressed bytes exceed ``limit``; 400 if the body cannot be read, or is not
             exactly one stream.
     """
-    pieces, left = list[bytes](), limit
-    view = memoryview(body)
+    inflater, pieces, left = Inflater(encoding), list[bytes](), limit
     try:
-        for piece in _zstd(view) if encoding == "zstd" else _deflate(view, _wbits(body, encoding)):
+        for piece in chain(inflater.feed(body), inflater.end()):
             left -= len(piece)
             if left < 0:
                 raise too_large(limit)
             pieces.append(piece)
-    except (zlib.error, zstandard.ZstdError) as error:
+    except INFLATE_ERRORS as error:
         raise Problem(
             400,
             f"the request's body cannot be read as content-encoding {encoding!r}; send what the header says, or no "
@@ -137,38 +139,47 @@ def too_large(limit: int) -> Problem:
     )
 
 
-def _wbits(body: bytes, encoding: str) -> int:
-    if encoding != "deflate":
-        return _GZIP
-    return _ZLIB if body[0] & 0x0F == 8 else _RAW  # some clients send deflate without zlib's header
+class Inflater:
+    """Decompresses one gzip, deflate or zstd stream, whose bytes may arrive in parts.
 
-
-def _deflate(body: memoryview, wbits: int) -> Iterator[bytes]:
-    """Yield the decompressed body in small pieces, so that no thread waits long.
-
-    Raises:
-        zlib.error: The body is not exactly one stream.
+    Its methods yield small pieces, so that no thread waits long. They raise one of :data:`INFLATE_ERRORS` if the bytes
+    are not exactly one stream of the encoding.
     """
-    inflater = zlib.decompressobj(wbits)
-    for start in range(0, len(body), _STEP):
-        sent: bytes | memoryview = body[start : start + _STEP]
-        while len(sent):
-            yield inflater.decompress(sent, _PIECE)
-            sent = inflater.unconsumed_tail
-    yield inflater.flush()
-    if not inflater.eof or inflater.unused_data:
-        raise zlib.error("the body is more or less than one stream")
 
+    def __init__(self, encoding: str) -> None:
+        self._zstd = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
+        self._zlib = zlib.decompressobj(_ZLIB if encoding == "deflate" else _GZIP)
+        self._encoding = encoding
+        self._has_begun = False
 
-def _zstd(body: memoryview) -> Iterator[bytes]:
-    """Yield the decompressed body in small pieces; raises ``ZstdError`` unless the body is exactly one frame."""
-    inflater = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
-    for start in range(0, len(body), _ZSTD_STEP):
-        if inflater.eof:
-            raise zstandard.ZstdError("the body is more than one frame")
-        yield inflater.decompress(body[start : start + _ZSTD_STEP])
-    if not inflater.eof or inflater.unused_data:
-        raise zstandard.ZstdError("the body is more or less than one frame")
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the decompressed form of the next bytes of the stream."""
+        if data and not self._has_begun:
+            self._has_begun = True
+            if self._encoding == "deflate" and data[0] & 0x0F != 8:  # some senders leave zlib's header out
+                self._zlib = zlib.decompressobj(_RAW)
+        view, step = memoryview(data), _ZSTD_STEP if self._encoding == "zstd" else _STEP
+        for start in range(0, len(view), step):
+            if self._zlib.eof or self._zstd.eof:
+                raise zlib.error("bytes follow its end")
+            sent: bytes | memoryview = view[start : start + step]
+            if self._encoding == "zstd":
+                yield self._zstd.decompress(sent)
+                continue
+            while len(sent):
+                yield self._zlib.decompress(sent, _PIECE)
+                sent = self._zlib.unconsumed_tail
+
+    def end(self) -> Iterator[bytes]:
+        """Yield the last bytes of the stream, unless it is empty."""
+        if not self._has_begun:
+            return
+        if self._encoding != "zstd":
+            yield self._zlib.flush()
+        if not (self._zlib.eof or self._zstd.eof):
+            raise zlib.error("it breaks off")
+        if self._zlib.unused_data or self._zstd.unused_data:
+            raise zlib.error("bytes follow its end")
 
 
 MAX_CONTAINERS = 200_000

@@ -203,9 +203,9 @@ class Relay:
         with suppress(ConnectionError):  # clients hang up at the last event, before the end of the body
             if pump.held:
                 await reply.write(pump.held)
-            if not error or pump.is_too_large:
+            if not error or pump.is_cut:
                 await reply.write_eof()
-        if error and not pump.is_too_large and request.transport is not None:
+        if error and not pump.is_cut and request.transport is not None:
             request.transport.abort()  # the client's connection ends before the end of the body, as the backend's did
         return reply
 

@@ -19,7 +19,7 @@ Google's clients get translations of chat completions.
 import asyncio
 import io
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from urllib.parse import urlsplit
@@ -34,7 +34,8 @@ from agl.contracts import POLICY_KEY_ENV, Upstream
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Dialect
-from agl.stores import shown_url
+from agl.urls import shown_url
+from agl_gateway.relay.bodies import ENCODINGS, INFLATE_ERRORS, READABLE, Inflater
 from agl_gateway.relay.callers import clean
 from agl_gateway.relay.routing import UpstreamTarget, proxy_for
 from agl_gateway.wire.messages import MessagesTranslation
@@ -76,7 +77,7 @@ _NOT_FOUND = 404
 def make_session(*, timeout_s: float) -> aiohttp.ClientSession:
     """Create a session for all upstreams, without cookies and without a limit on connections.
 
-    It decompresses answers of servers that compress them unasked, so that they can be recorded.
+    :func:`decompressed` reads the answers of servers that compress them unasked.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=_KEEPALIVE_S),
@@ -84,6 +85,7 @@ def make_session(*, timeout_s: float) -> aiohttp.ClientSession:
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("Accept-Encoding", "User-Agent", "Accept"),
         read_bufsize=256 * 1024,
+        auto_decompress=False,
     )
 
 
@@ -216,15 +218,15 @@ class Sender:
         retried, because nothing was sent; other failures are not.
 
         Raises:
-            Problem: 502 if the backend cannot be reached, closes the connection or sends too much; 504 if it is silent
-                for too long.
+            Problem: 502 if the backend cannot be reached, closes the connection, sends too much or compresses its
+                answer in an unreadable way; 504 if it is silent for too long.
         """
         response = await self._opened(url, body, headers, connect_tries)
         answer = Answer(response=response, body=b"", first_byte=perf_counter())
         if answer.is_stream:
             return answer
         try:
-            answer.body = await self._whole(response)
+            answer.body = b"".join([part async for part in decompressed(response, limit=self.max_answer)])
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise self._problem(error, url) from error
         finally:
@@ -286,14 +288,6 @@ class Sender:
                 await asyncio.sleep(_CONNECT_PAUSE_S * attempt)
         raise AssertionError("unreachable: the last try returns or raises")
 
-    async def _whole(self, response: aiohttp.ClientResponse) -> bytes:
-        parts, size = list[bytes](), 0
-        while part := await response.content.readany():
-            parts.append(part)
-            if (size := size + len(part)) > self.max_answer:
-                raise answer_too_large(self.max_answer)
-        return b"".join(parts)
-
     def _problem(self, error: Exception, url: str) -> Problem:
         """Return the HTTP error for the client that reports a failure of the backend."""
         proxy = shown_url(proxy_for(url, self.proxies))
@@ -322,12 +316,43 @@ class Sender:
         )
 
 
-def answer_too_large(limit: int) -> Problem:
-    """Return the 502 for an answer of more than ``limit`` bytes."""
+async def decompressed(response: aiohttp.ClientResponse, *, limit: int) -> AsyncIterator[bytes]:
+    """Yield the decompressed bytes of an answer as they arrive.
+
+    Raises:
+        Problem: 502 if the answer has more than ``limit`` bytes, or is not in the encoding that its header names.
+    """
+    encoding = ", ".join(response.headers.getall("content-encoding", ["identity"])).strip().lower()
+    if encoding not in (*ENCODINGS, "identity"):
+        raise _unreadable(f"has the content-encoding {encoding!r}, and the gateway reads {READABLE} only")
+    inflater = None if encoding == "identity" else Inflater(encoding)
+    data, size = b"-", 0
+    try:
+        while data:
+            data = await response.content.readany()
+            if inflater is None:
+                pieces = iter((data,))
+            else:
+                await asyncio.sleep(0)  # the event loop serves other requests between the pieces
+                pieces = inflater.feed(data) if data else inflater.end()
+            for piece in filter(None, pieces):
+                if (size := size + len(piece)) > limit:
+                    raise _too_large(limit)
+                yield piece
+    except INFLATE_ERRORS as error:
+        raise _unreadable(f"is not the {encoding} that its content-encoding header says ({error})") from error
+
+
+def _unreadable(problem: str) -> Problem:
+    text = f"the backend's answer {problem}; let the backend send it uncompressed, as the gateway asks it to"
+    return Problem(502, text, code="unreadable_answer")
+
+
+def _too_large(limit: int) -> Problem:
     return Problem(
         502,
-        f"the backend's answer is larger than {limit} bytes; let the request limit its tokens, or raise the gateway's "
-        "max_answer",
+        f"the backend's answer is larger than {limit} bytes; ask for less in one request (fewer tokens, or fewer texts "
+        "to embed), or raise the gateway's max_answer (agl serve --max-answer)",
         code="answer_too_large",
     )
 
@@ -406,9 +431,10 @@ class Pump:
     Attributes:
         translation: Translates the body for the client; ``None`` if the client uses the backend's API.
         dialect: The backend's API.
-        max_size: Largest body in bytes. A larger one ends with an error event, and ``is_too_large`` is set.
+        max_size: Largest body in bytes.
         holds_end: Hold back the last event, which the caller sends once the call is durable. Clients take this event
             for the end, and an answer whose end was seen must not get lost.
+        is_cut: True if the body is too large or unreadable, and was ended with an error event.
         chunks: The bytes from the backend.
         held: The bytes held back from the client.
     """
@@ -419,9 +445,9 @@ class Pump:
     dialect: Dialect
     max_size: int
     holds_end: bool
-    is_too_large: bool = field(default=False, init=False)
+    is_cut: bool = field(default=False, init=False)
     chunks: list[bytes] = field(default_factory=list[bytes], init=False)
-    held: bytes = field(default=b"", init=False)
+    held: bytearray = field(default_factory=bytearray, init=False)
     _end: StreamEnd = field(default_factory=StreamEnd, init=False)
 
     async def run(self) -> str:
@@ -430,14 +456,13 @@ class Pump:
         Raises:
             ConnectionError: The client has disconnected.
         """
-        body, size = self.response.content, 0
+        body = decompressed(self.response, limit=self.max_size)
         while True:
             try:
-                if self._end.is_here:
-                    async with asyncio.timeout(_END_OF_BODY_S):
-                        chunk = await body.readany()
-                else:
-                    chunk = await body.readany()
+                async with asyncio.timeout(_END_OF_BODY_S if self._end.is_here else None):
+                    chunk = await anext(body, b"")
+            except Problem as problem:
+                return await self._cut(problem)
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 if not self._end.is_here:
                     return f"the backend's stream broke off: {error or type(error).__name__}"
@@ -445,8 +470,6 @@ class Pump:
             if not chunk:
                 await self._pass(b"" if self.translation is None else self.translation.end())
                 return ""
-            if (size := size + len(chunk)) > self.max_size:
-                return await self._cut()
             self.chunks.append(chunk)
             if self.holds_end:
                 self._end.feed(chunk)
@@ -457,10 +480,9 @@ class Pump:
         chunks, self.chunks = self.chunks, []
         return b"".join(chunks)
 
-    async def _cut(self) -> str:
+    async def _cut(self, problem: Problem) -> str:
         """End the client's stream with an error event of its API; returns the error."""
-        self.is_too_large = True
-        problem = answer_too_large(self.max_size)
+        self.is_cut = True
         event = b"event: error\ndata: %b\n\n" % problem_body(problem, self.dialect)
         await self._pass(b"\n\n" + event if self.translation is None else self.translation.feed(b"\n\n" + event))
         return str(problem)

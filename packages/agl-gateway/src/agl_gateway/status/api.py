@@ -20,7 +20,7 @@ from agl_gateway.processes.peers import Siblings
 from agl_gateway.record.recorder import Recorder
 from agl_gateway.relay.relay import Relay
 from agl_gateway.status.openapi import openapi_document
-from agl_gateway.store_api.feed import QueueLength
+from agl_gateway.store_api.feed import Feed, QueueLength
 from agl_gateway.wire.problems import Problem
 
 Family = tuple[str, str, str, Mapping[str, float] | float]
@@ -77,6 +77,7 @@ class StatusApi:
     relay: Relay
     recorder: Recorder
     queue: QueueLength
+    feed: Feed
     siblings: Siblings
 
     async def root(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -141,16 +142,17 @@ class StatusApi:
         ]
 
     async def health(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer 200 if the store answers or the spool takes calls meanwhile; else 503 with the store's error.
+        """Answer 200 while calls can be recorded; 503 while the store does not answer and no spool takes them.
 
-        During a known outage the store is not asked, because a probe of a store that hangs takes its time.
+        The answer tells what the gateway has seen of the store: the request itself asks the store nothing.
         """
         del request
         processes, outage = self._processes(), self.recorder.outage
-        if not outage.is_on and await outage.is_over():
+        reason = outage.reason if outage.is_on else self.feed.failure
+        if not reason:
             return web.json_response({"status": "ok", **processes})
         status, code = ("spooling", 200) if self._takes_calls() else ("failing", 503)
-        return web.json_response({"status": status, "store": outage.reason, **processes}, status=code)
+        return web.json_response({"status": status, "store": reason, **processes}, status=code)
 
     def _processes(self) -> dict[str, str]:
         """Return how many of the gateway's processes serve, as ``N of M``; empty for a gateway with one process."""

@@ -42,7 +42,7 @@ _GETS = {
     "/split/resources/{name}": (_CALLERS, "The version of a resource in the caller's arm; needs a split."),
     "/identity": (f"{_CALLERS} worker", "The ids of this gateway and its start."),
     "/metrics": ("", "Prometheus metrics."),
-    "/healthz": ("", "Succeeds if the gateway's store answers."),
+    "/healthz": ("", "Succeeds while calls can be recorded, in the store or in the spool."),
 }
 _CONVERSATION = {"name": HEADER, "in": "header", "schema": {"type": "string"}}
 _SETTLE_SCHEMA = {"type": "object", "properties": {"attempt_id": {"type": "string"}}, "required": ["attempt_id"]}

@@ -3,46 +3,53 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agl.contracts import Change, RolloutQuery, Store
 from agl.errors import StoreError
 
 _log = logging.getLogger(__name__)
 
-_WAIT_S = 20.0
+_WAIT_S = 10.0
+_PATIENCE_S = 10.0
+"""Seconds beyond the wait after which a read counts as unanswered."""
+
 _PAUSE_S = 0.2
 _AFTER_FAILURE_S = 1.0
 _PAGE = 1000
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Feed:
     """Reads the store's change feed and passes the changes to listeners, a fraction of a second after they happen.
 
     Attributes:
         on_changes: Called with every batch, in order.
         on_gap: Called when reading the feed failed and changes may have been missed.
+        failure: The error of the last read; ``""`` if the store answered it.
     """
 
     store: Store
     on_changes: Sequence[Callable[[Sequence[Change]], None]]
     on_gap: Callable[[], None]
+    failure: str = field(default="", init=False)
 
     async def follow(self, cursor: int) -> None:
         """Follow the change feed from ``cursor`` on, until the task is cancelled."""
-        has_warned = False
         while True:
+            wait_s = 0.0 if self.failure else _WAIT_S  # after a failure, the store's return is noticed at once
             try:
-                changes = await self.store.changes(after=cursor, limit=10_000, wait_s=_WAIT_S)
-            except StoreError as error:
-                if not has_warned:
-                    _log.warning("the store's change feed failed; trying again: %s", error)
-                has_warned = True
+                async with asyncio.timeout(wait_s + _PATIENCE_S):
+                    changes = await self.store.changes(after=cursor, limit=10_000, wait_s=wait_s)
+            except (StoreError, TimeoutError) as error:
+                failure = str(error) or f"no answer within {wait_s + _PATIENCE_S:g} s"
+                if not self.failure:
+                    _log.warning("the store's change feed failed; trying again: %s", failure)
+                self.failure = failure
                 self.on_gap()
                 await asyncio.sleep(_AFTER_FAILURE_S)
                 continue
-            has_warned = False
+            self.failure = ""
             if changes:
                 cursor = changes[-1].cursor
             for listener in self.on_changes:

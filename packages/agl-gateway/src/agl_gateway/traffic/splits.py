@@ -7,7 +7,7 @@ with its arm; a label that moves later does not affect it.
 
 :func:`split_report` compares the rewards of the arms, as evidence for a promotion. It counts rollouts that a split
 assigned while the labels named the same versions as now, so all arms served the same traffic at the same time.
-Conversations count from their first call on, other rollouts once they are finished. A failed rollout counts 0. A
+Conversations count from their first call on, other rollouts once they are finished. A failed rollout counts as 0. A
 rollout without a reward is left out, and the report gives the number of such rollouts.
 """
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import msgspec
 
-from agl.dialects import Request
+from agl.dialects import Request, StreamedMessage
 from agl_gateway.wire.problems import Problem
 from agl_gateway.wire.translation import (
     ClientApi,
@@ -237,7 +237,7 @@ class _OpenBlocks:
     """Collects the thinking blocks of a stream, and adds a signature before the end of each block without one."""
 
     def __init__(self) -> None:
-        self._blocks: dict[Any, dict[str, Any]] = {}
+        self._blocks: dict[Any, StreamedMessage] = {}
 
     def event(self, event: bytes) -> bytes:
         if b"thinking" not in event and b"signature" not in event and b"content_block_stop" not in event:
@@ -246,18 +246,17 @@ class _OpenBlocks:
         kind, index = data.get("type"), data.get("index")
         block, delta = as_object(data.get("content_block")), as_object(data.get("delta"))
         if kind == "content_block_start" and block.get("type") == "thinking":
-            self._blocks[index] = block
+            self._blocks[index] = StreamedMessage()
+            self._blocks[index].add(block)
         elif kind == "content_block_delta" and index in self._blocks:
-            self._add(self._blocks[index], delta)
-        elif kind == "content_block_stop" and (done := self._blocks.pop(index, None)) and not done.get("signature"):
+            self._blocks[index].add({key: delta[key] for key in ("thinking", "signature") if delta.get(key)})
+        elif kind == "content_block_stop" and index in self._blocks:
+            done = self._blocks.pop(index).whole()
+            if done.get("signature"):
+                return event
             signature = {"type": "signature_delta", "signature": seal(done)}
             return _event({"type": "content_block_delta", "index": index, "delta": signature}) + b"\n\n" + event
         return event
-
-    def _add(self, block: dict[str, Any], delta: dict[str, Any]) -> None:
-        block["thinking"] = str(block.get("thinking") or "") + str(delta.get("thinking") or "")
-        if delta.get("signature"):
-            block["signature"] = delta["signature"]
 
 
 def _event(data: dict[str, Any]) -> bytes:

@@ -6,6 +6,7 @@ such spans. In addition, only the last span with the attributes that is not late
 written when the attempt ends.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -58,26 +59,37 @@ def build_sandboxes(
         return LocalSandboxes(base=base, hidden=hidden, readable=readable, isolation=isolation)
     if isolation != "auto":
         raise ConfigError(f'isolation is for sandbox = "local", and it is {name!r}; remove isolation')
-    factory = _factory(name)
+    factory = find_backend(name)
     try:
-        return factory(base=base, hidden=tuple(hidden), readable=tuple(readable), **(params or {}))
+        built = factory(base=base, hidden=tuple(hidden), readable=tuple(readable), **(params or {}))
     except TypeError as error:
         raise ConfigError(f"the sandbox {name!r} does not take sandbox_params: {error}; correct them") from error
+    _check_contract(name, built)
+    return built
 
 
-def _factory(name: str) -> Callable[..., Any]:
+def find_backend(name: str) -> Callable[..., Any]:
+    """Import the factory of a backend; raises :class:`ConfigError` if it does not exist or is of another kind."""
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    known = ["local", *sorted(found)]
+    if name not in known and ":" not in name:
+        hint = did_you_mean(name, known, otherwise=f"there are {', '.join(known)}")
+        raise ConfigError(f"there is no sandbox {name!r}; {hint}. For one of your own write 'module:attribute'")
+    module, _, attribute = name.partition(":")
     try:
-        if name in found:
-            return found[name].load()
-        if ":" in name:
-            module, _, attribute = name.partition(":")
-            return getattr(import_module(module), attribute)
+        factory = found[name].load() if name in found else getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"the sandbox {name!r} cannot be imported: {error}; install its package") from error
-    known = ["local", *sorted(found)]
-    hint = did_you_mean(name, known, otherwise=f"there are {', '.join(known)}")
-    raise ConfigError(f"there is no sandbox {name!r}; {hint}. For one of your own write 'module:attribute'")
+    if inspect.isclass(factory):
+        _check_contract(name, factory)
+    return factory
+
+
+def _check_contract(name: str, made: Any) -> None:
+    """Refuse a class or a backend that lacks methods of the contract."""
+    if not (hasattr(made, "create") and hasattr(made, "attach")):
+        home = "agl_harness.sandboxes.contract.Sandboxes"
+        raise ConfigError(f"the sandbox {name!r} lacks create or attach, the methods of {home}; add them")
 
 
 class Attached(Record, frozen=True, kw_only=True):

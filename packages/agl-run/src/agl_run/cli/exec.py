@@ -17,7 +17,7 @@ from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.hints import count_of
-from agl.stores import base_url_of
+from agl.urls import base_url_of
 from agl_inspect.stores import as_url, proposal, refuse_directory
 from agl_inspect.terminal.opening import pass_manager
 from agl_run.runners.recording import RecordedRun, StopRequest, record_command

@@ -13,7 +13,7 @@ import click
 from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
-from agl.stores import shown_url
+from agl.urls import shown_url
 from agl_inspect.stores import as_url, build_store, located
 from agl_inspect.terminal.opening import pass_manager
 from agl_inspect.terminal.output import json_option, print_json

@@ -251,7 +251,8 @@ class RunningExperiment:
         manager, trained = self.plan.manager, self.plan.trained_policies()
         for name, config in self.plan.config.policy.items():
             params = await asyncio.to_thread(policy_params, self.plan, name)
-            policy: Policy = manager.build(manager.policy(config.use), name=name, **params)
+            # In a thread, because a policy may read a model or ask another interpreter when it is built.
+            policy: Policy = await asyncio.to_thread(manager.build, manager.policy(config.use), name=name, **params)
             self.policies[name] = policy
             if name in trained and self.plan.needs_token_ids() and not policy.has_token_ids:
                 raise ConfigError(no_token_ids(name, config.use))

@@ -85,6 +85,7 @@ class AgentPatternCheck:
         self._policies = {name: policy.agents for name, policy in plan.config.policy.items() if policy.agents}
         self._algorithm = algorithm
         self._roles = [] if algorithm is None else _roles(algorithm, plan)
+        self._trained = plan.trained_policies()
         self._report = report
         self._is_first = True
 
@@ -105,7 +106,7 @@ class AgentPatternCheck:
         for policy, pattern in self._policies.items():
             self._check_policy(policy, pattern, calls, trains=trains)
         if self._is_first and trains and self._algorithm is not None:
-            _check_models(self._algorithm, calls)
+            _check_models(self._algorithm, self._trained.intersection(self._algorithm.tunes), calls)
         if self._algorithm is not None and self._algorithm.agents:
             self._check_algorithm(self._algorithm, calls, trains=trains)
         for role in self._roles:
@@ -143,11 +144,11 @@ class AgentPatternCheck:
             self._report.warn(role.setting, f"{role.setting} matched none of the first rollouts; {seen(names)}")
 
 
-def _check_models(algorithm: AlgorithmConfig, calls: Sequence[Transition]) -> None:
-    """Refuse to train if the agent called no policy that the algorithm tunes."""
-    if any(call.policy in algorithm.tunes or call.reject != "not_selected" for call in calls):
+def _check_models(algorithm: AlgorithmConfig, policies: set[str], calls: Sequence[Transition]) -> None:
+    """Refuse to train if the agent called none of ``policies``, which the algorithm tunes."""
+    if not policies or any(call.policy in policies or call.reject != "not_selected" for call in calls):
         return
-    policy = algorithm.tunes[0]
+    policy = min(policies)
     raise ConfigError(
         f"algorithm {algorithm.name!r} has nothing to train on: no model call of the first rollouts went to the policy "
         f"{policy!r}; of the first call: {calls[0].detail}. Let the agent call the model {policy!r}, or write the name "

@@ -5,7 +5,7 @@ import socket
 from urllib.parse import urlsplit, urlunsplit
 
 from agl.errors import ConfigError
-from agl.stores import web_parts
+from agl.urls import web_parts
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _UNUSED_ADDRESS = ("192.0.2.1", 9)

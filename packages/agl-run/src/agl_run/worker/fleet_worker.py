@@ -11,7 +11,8 @@ from agl import PluginManager
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import ErrorInfo, Outcome
-from agl.stores import read_recordings, without_credentials
+from agl.stores import read_recordings
+from agl.urls import without_credentials
 from agl_inspect.presence import worker_is_dead
 from agl_inspect.stores import build_store
 from agl_run.access.secret import SECRET_ENV, SECRET_FILE_ENV

@@ -15,7 +15,7 @@ import agl
 from agl.contracts import RolloutQuery, Store, Upstream
 from agl.errors import FencedError, StoreError
 from agl.schemas import LLM, Json, Record, RolloutStatus, to_builtins
-from agl.stores import without_credentials
+from agl.urls import without_credentials
 from agl_inspect.ownership import Ownership
 from agl_inspect.presence import OWNER, host_of, is_of_this_machine
 from agl_run.plan import Plan

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 from agl.contracts import Recording
 from agl.errors import ConfigError, ExportError
-from agl.stores import shown_url, web_parts
+from agl.urls import shown_url, web_parts
 from agl_sinks.otlp.requests import requests_of
 from agl_sinks.sending import in_background, post
 

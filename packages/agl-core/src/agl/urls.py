@@ -6,8 +6,10 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 from agl.dialects._exchange import ENDPOINTS, dialect_of
 from agl.errors import ConfigError
 
-_WRITTEN = re.compile(r"[!-~]+")
-"""A regular expression for printable ASCII text without spaces, which every URL is."""
+__all__ = ["base_url_of", "shown_url", "web_parts", "without_credentials"]
+
+_WRITTEN = re.compile(r"[A-Za-z]+://[^\s\x00-\x1f\x7f-\x9f/?#]+([/?#][!-~]*)?")
+"""Matches a URL in printable ASCII without spaces, whose host may have letters of any script: clients encode it."""
 
 
 def web_parts(url: str) -> SplitResult | None:
@@ -16,7 +18,7 @@ def web_parts(url: str) -> SplitResult | None:
         parts = urlsplit(url)
         # Port 0 means "any free one" to a server, and nothing to a client.
         is_web = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of brackets or a port that are none
+    except ValueError:  # brackets without an address, or an impossible port
         return None
     return parts if is_web and _WRITTEN.fullmatch(url) else None
 
