@@ -414,8 +414,8 @@ def test_policy_that_the_agent_never_calls_is_refused_with_the_models_that_it_ca
         progress=Quiet(),
     )
     with ScriptedModelServer(respond=lambda request: Reply(text="well")) as other:
-        client = f"openai.OpenAI(base_url={other.base_url!r}, api_key='k')"
-        (folder / "own_client.py").write_text(AGENT.replace("openai.OpenAI()", client))
+        own_client = AGENT.replace('os.environ["OPENAI_BASE_URL"]', repr(other.base_url))
+        (folder / "own_client.py").write_text(own_client)
         with pytest.raises(AglError) as caught:
             trainer.fit("own_client:solve", [{"question": "1?"}, {"question": "2?"}])
     assert (

@@ -85,7 +85,7 @@ class AgentPatternCheck:
         self._policies = {name: policy.agents for name, policy in plan.config.policy.items() if policy.agents}
         self._algorithm = algorithm
         self._roles = [] if algorithm is None else _roles(algorithm, plan)
-        self._trained = plan.trained_policies()
+        self._tunable = set(plan.config.policy)
         self._report = report
         self._is_first = True
 
@@ -106,7 +106,7 @@ class AgentPatternCheck:
         for policy, pattern in self._policies.items():
             self._check_policy(policy, pattern, calls, trains=trains)
         if self._is_first and trains and self._algorithm is not None:
-            _check_models(self._algorithm, self._trained.intersection(self._algorithm.tunes), calls)
+            _check_models(self._algorithm, self._tunable.intersection(self._algorithm.tunes), calls)
         if self._algorithm is not None and self._algorithm.agents:
             self._check_algorithm(self._algorithm, calls, trains=trains)
         for role in self._roles:
