@@ -71,6 +71,9 @@ _CONNECT_PAUSE_S = 0.1
 _IN_PARTS = 1024 * 1024
 """Size in bytes from which a body is sent in parts, so that the event loop serves other requests in between."""
 
+_READ_AHEAD = 64 * 1024
+"""Half the bytes that are read ahead of a client, for each of perhaps hundreds of clients that read slowly."""
+
 _NOT_FOUND = 404
 
 
@@ -84,7 +87,7 @@ def make_session(*, timeout_s: float) -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("Accept-Encoding", "User-Agent", "Accept"),
-        read_bufsize=256 * 1024,
+        read_bufsize=_READ_AHEAD,
         auto_decompress=False,
     )
 
@@ -475,10 +478,10 @@ class Pump:
                 self._end.feed(chunk)
             await self._pass(chunk if self.translation is None else self.translation.feed(chunk))
 
-    def taken(self) -> bytes:
-        """Return the bytes from the backend, and forget them."""
+    def taken(self) -> list[bytes]:
+        """Return the bytes from the backend, as they arrived, and forget them."""
         chunks, self.chunks = self.chunks, []
-        return b"".join(chunks)
+        return chunks
 
     async def _cut(self, problem: Problem) -> str:
         """End the client's stream with an error event of its API; returns the error."""
