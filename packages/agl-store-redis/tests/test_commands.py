@@ -121,17 +121,17 @@ def test_damaged_records_hide_no_others(server: Server, url: str) -> None:
 def test_rollouts_with_damaged_progress_stop_nothing_and_are_removed(server: Server, url: str) -> None:
     async def body() -> None:
         store = RedisStore(url)
-        await store.enqueue([Rollout(rollout_id=f"ro-{number}", task=number) for number in range(4)])
+        await store.enqueue([Rollout(rollout_id=f"ro-{number}", task=number) for number in range(5)])
         await store.claim(worker="w", limit=2, lease_s=0.2)
-        for number, garbage in ((0, b"\xc1"), (2, b"7")):
-            for key in server.run("KEYS", f"*r/ro-{number}"):
-                server.run("HSET", key, "p", garbage)
+        for command in (("HSET", "ro-0", "p", b"\xc1"), ("HSET", "ro-2", "p", b"7"), ("HDEL", "ro-4", "p")):
+            for key in server.run("KEYS", f"*r/{command[1]}"):
+                server.run(command[0], key, *command[2:])
         await asyncio.sleep(0.4)
         claims = await store.claim(worker="w", limit=9)
         assert ["ro-1", "ro-3"] == [claim.rollout.rollout_id for claim in claims]
         with pytest.raises(NotFoundError, match="'ro-0'; its record cannot be read"):
             await store.cancel(["ro-0"])
-        assert 2 == await store.delete(["ro-0", "ro-2"])
+        assert 3 == await store.delete(["ro-0", "ro-2", "ro-4"])
         assert ["ro-1", "ro-3"] == [each.rollout_id for each in await store.rollouts(RolloutQuery())]
         await store.close()
 

@@ -12,19 +12,10 @@ from agl.schemas import TERMINAL_ROLLOUT, Attempt, ResourceVersion, Rollout, Spa
 from agl.stores import MAX_SEQUENCE, readable, select, start_of, unknown_attempt
 from agl_store_redis.connections import Server
 from agl_store_redis.layout import list_name
-from agl_store_redis.loading import status_of, stored_row
+from agl_store_redis.loading import read_stored, status_of
 from agl_store_redis.scripts import call
 from agl_store_sqlite.sql.packing import Unpacker
-from agl_store_sqlite.sql.rows import (
-    MODES,
-    STATUSES,
-    by_status,
-    containing,
-    number_of,
-    read_attempt,
-    read_rollout,
-    readable_page,
-)
+from agl_store_sqlite.sql.rows import MODES, STATUSES, by_status, containing, number_of, read_attempt, readable_page
 from agl_store_sqlite.sql.statistics import read_statistics
 
 _PART_BYTES = 8 << 20
@@ -113,8 +104,7 @@ class RedisReads:
 
     def _read(self, found: tuple[str, Mapping[bytes, bytes]]) -> Rollout:
         rollout_id, row = found
-        _, columns = stored_row(rollout_id, int(row[b"n"]), row[b"p"], row[b"d"])
-        rollout = read_rollout(columns)
+        rollout = read_stored(rollout_id, int(row[b"n"]), row.get(b"p", b""), row.get(b"d", b""))
         numbers = sorted(int(name) for name in row if name.isdigit())
         attempts = [
             read_attempt(row[b"%d" % number], rollout_id, number=number, status=status_of(rollout, number))

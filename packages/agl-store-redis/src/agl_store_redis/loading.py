@@ -14,7 +14,7 @@ from agl_store_redis.connections import Server
 from agl_store_redis.scripts import call
 from agl_store_sqlite.sql.changes import LoadedRows
 from agl_store_sqlite.sql.needs import Needs, queues_of
-from agl_store_sqlite.sql.rows import ATTEMPT_BITS, Row, number_of
+from agl_store_sqlite.sql.rows import ATTEMPT_BITS, Row, number_of, read_rollout
 
 HOLD_S = 5
 """Seconds after which a rollout that a transaction took from the queue, but did not claim, is queued again."""
@@ -141,8 +141,8 @@ def _put_rollouts(loaded: Loaded, rows: Sequence[Sequence[bytes]]) -> None:
     for name, number, progress, data, experiment in rows:
         rollout_id = name.decode()
         loaded.comparisons.append(("p", rollout_id, "", progress))
-        if progress:
-            loaded.versions[rollout_id], row = stored_row(rollout_id, int(number), progress, data)
+        if number:
+            loaded.versions[rollout_id], row = _row(rollout_id, int(number), progress, data)
             loaded.rows.put_rollout(row)
             loaded.before[rollout_id] = loaded.rows.rollouts.get(rollout_id) or Rollout(
                 rollout_id=rollout_id, task=None, experiment=experiment.decode(), attempts=row[3]
@@ -183,7 +183,12 @@ def _digest(data: bytes) -> bytes:
     return sha1(data, usedforsecurity=False).hexdigest().encode()
 
 
-def stored_row(rollout_id: str, number: int, progress: bytes, data: bytes) -> tuple[int, Row]:
+def read_stored(rollout_id: str, number: int, progress: bytes, data: bytes) -> Rollout:
+    """Read a rollout from its parts; raises :class:`~agl.errors.NotFoundError` if they are damaged."""
+    return read_rollout(_row(rollout_id, number, progress, data)[1])
+
+
+def _row(rollout_id: str, number: int, progress: bytes, data: bytes) -> tuple[int, Row]:
     """Return the version of a rollout's progress, and the row that :func:`read_rollout` reads."""
     try:
         version, status, *counts, attempt, started_at, finished_at = msgspec.msgpack.decode(progress, type=_Progress)

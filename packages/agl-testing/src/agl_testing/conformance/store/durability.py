@@ -30,6 +30,7 @@ from agl_testing.stores.samples import (
     outcome_of,
     start_one,
 )
+from agl_testing.waiting import wait_until
 
 KILLS = 12
 """Number of kills in the kill test; each takes about half a second."""
@@ -346,10 +347,8 @@ async def _lost(location: StoreLocation, acknowledged: list[Acknowledged]) -> li
 
 def _run_victim(location: StoreLocation, report: Path, *, kill_after_s: float) -> None:
     victim = _start_victim(location, report, "write")
-    deadline = time.monotonic() + 30
-    while not (report.exists() and report.stat().st_size) and time.monotonic() < deadline:
-        assert victim.poll() is None
-        time.sleep(0.01)
+    wait_until(lambda: victim.poll() is not None or (report.exists() and report.stat().st_size))
+    assert victim.poll() is None
     time.sleep(kill_after_s)
     victim.kill()
     victim.wait(30)
