@@ -198,7 +198,7 @@ def test_tracer_that_raises_does_not_end_the_recording(
 
     assert 3 == code
     assert "agl: recorded 1 model call" in err, err
-    assert "agl: the tracer 'falls' records nothing, because it raised KeyError: 'no key'\n" in err
+    assert "agl: the tracer 'falls' could not be installed: KeyError: 'no key', at " in err
 
 
 FAMILY = """
