@@ -167,13 +167,6 @@ def test_defaults_are_accepted(manager: PluginManager, algorithm: str) -> None:
     build(manager, algorithm, lora_rank=8)
 
 
-@pytest.mark.parametrize("written", ["optim.lr", "compute.threads", "sampling.refill", "saving.save_every"])
-def test_setting_outside_its_table_is_answered_with_its_full_name(manager: PluginManager, written: str) -> None:
-    flat = written.partition(".")[2]
-    with pytest.raises(AglError, match=f"takes no parameter '{flat}'; did you mean '{written}'"):
-        manager.build(manager.algorithm("grpo"), **{flat: 1})
-
-
 def test_misspelt_choice_is_answered_with_the_closest_and_with_all(manager: PluginManager) -> None:
     with pytest.raises(AglError) as caught:
         build(manager, "grpo", estimator="grop")

@@ -121,18 +121,17 @@ def checked_params(factory: Callable[..., Any], component: str, params: Mapping[
         return dict(params)
     named = {p.name: p for p in parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    # Read once for all parameters, because get_type_hints evaluates annotations that are strings.
-    hints = _type_hints(factory)
     for name in params:
-        # The most common mistakes in an experiment file are a misspelled parameter and one outside its
-        # table, so the message names the right one.
+        # The most common mistake in an experiment file is a misspelled parameter, so the message
+        # names the close one.
         if name not in named and not takes_any:
-            inner = [f"{table}.{name}" for table, hint in hints.items() if name in _fields(hint)]
-            accepted = _accepted(name, list(named), near=f"did you mean {inner[0]!r}?" if inner else "")
-            raise ConfigError(f"{component} takes no parameter {name!r}; {accepted}")
+            home = _home_of(name, _type_hints(factory)) or _accepted(name, list(named))
+            raise ConfigError(f"{component} takes no parameter {name!r}; {home}")
     absent = ", ".join(repr(p.name) for p in named.values() if p.default is p.empty and p.name not in params)
     if absent:
         raise ConfigError(f"{component} needs the parameter {absent}; add it. Its parameters are: {', '.join(named)}")
+    # Read once for all parameters, because get_type_hints evaluates annotations that are strings.
+    hints = _type_hints(factory)
     defaults = {p.name: p.default for p in named.values()}
     return {
         name: _converted(component, name, value, hints.get(name), defaults.get(name)) for name, value in params.items()
@@ -199,11 +198,17 @@ def _install_line(module: str, source: Source) -> str:
     return pip_install(module)
 
 
-def _accepted(name: str, accepted: list[str], *, what: str = "parameters", near: str = "") -> str:
+def _accepted(name: str, accepted: list[str], *, what: str = "parameters") -> str:
     if not accepted:
         return "it takes none; remove it"
-    near = near or did_you_mean(name, accepted)
+    near = did_you_mean(name, accepted)
     return f"{f'{near} Its' if near else 'its'} {what} are: {', '.join(accepted)}"
+
+
+def _home_of(name: str, hints: Mapping[str, Any]) -> str:
+    """Return ``did you mean 'optim.lr'?`` if a parameter is a record with a field of this name, else ``""``."""
+    homes = [path for path, hint in hints.items() if name in getattr(hint, "__struct_fields__", ())]
+    return f"did you mean {f'{homes[0]}.{name}'!r}?" if homes else ""
 
 
 def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
@@ -215,15 +220,10 @@ def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-def _fields(hint: Any) -> tuple[str, ...]:
-    """The fields of a table of settings; none for any other parameter."""
-    return hint.__struct_fields__ if inspect.isclass(hint) and issubclass(hint, msgspec.Struct) else ()
-
-
 def _converted(component: str, name: str, value: Any, hint: Any, default: Any = None) -> Any:
     if hint is None or type(value) not in _JSON:
         return value
-    if _fields(hint) and type(value) is dict:
+    if inspect.isclass(hint) and issubclass(hint, msgspec.Struct) and type(value) is dict:
         return _record(component, name, cast("dict[str, Any]", value), hint, default)
     try:
         return msgspec.convert(value, hint)

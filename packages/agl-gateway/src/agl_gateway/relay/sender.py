@@ -333,15 +333,15 @@ async def decompressed(response: aiohttp.ClientResponse, *, limit: int) -> Async
     try:
         while data:
             data = await response.content.readany()
-            if inflater is None:
-                pieces = iter((data,))
-            else:
-                await asyncio.sleep(0)  # the event loop serves other requests between the pieces
+            pieces = iter((data,))
+            if inflater is not None:
                 pieces = inflater.feed(data) if data else inflater.end()
             for piece in filter(None, pieces):
                 if (size := size + len(piece)) > limit:
                     raise _too_large(limit)
                 yield piece
+                if inflater is not None:
+                    await asyncio.sleep(0)  # the event loop serves other requests between the pieces
     except INFLATE_ERRORS as error:
         raise _unreadable(f"is not the {encoding} that its content-encoding header says ({error})") from error
 
