@@ -22,6 +22,7 @@ from torch import nn
 from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_algo_torch.learner.typed_torch import modules
+from agl_objectives.directories import require_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -234,6 +235,7 @@ def open_adapter(model: nn.Module, path: str, *, settings: Lora) -> nn.Module:
             f"The weights {path} are a LoRA adapter, but peft is not installed. "
             f"Run: {pip_install('agl-algo-torch[lora]')}"
         ) from error
+    require_safetensors(path)
     try:
         adapted = cast("Any", PeftModel).from_pretrained(model, path, is_trainable=bool(settings.rank))
     except (ValueError, RuntimeError) as error:  # peft's for targets that the model lacks, and for other shapes
