@@ -91,11 +91,29 @@ def agl_policies():
 '''
 
 AGENT = '''
+import os
+
+import httpx2
+
+
+def solve(task):
+    """An ordinary agent: it knows nothing of who runs it. A process would import openai for a second."""
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    with httpx2.Client(base_url=os.environ["OPENAI_BASE_URL"], headers=headers, timeout=600) as client:
+        messages = [{"role": "user", "content": task["question"]}]
+        for _ in range(2):
+            answer = client.post("/chat/completions", json={"model": "scripted", "messages": messages})
+            text = answer.raise_for_status().json()["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}]
+    return text
+'''
+
+PATIENT = '''
 import openai
 
 
 def solve(task):
-    """An ordinary agent: it knows nothing of who runs it."""
+    """An ordinary agent whose client tries a failed call again, as one needs where gateways are killed."""
     with openai.OpenAI() as client:
         messages = [{"role": "user", "content": task["question"]}]
         for _ in range(2):

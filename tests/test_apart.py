@@ -21,6 +21,7 @@ from agl_inspect.terminal.program import cli
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import wait_until
 
+from .conftest import PATIENT
 from .test_crash import ROLLOUTS_PER_STEP, wait_for_a_step
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows does not pass a socket on")
@@ -33,7 +34,7 @@ def apart(experiment: Callable[..., Path]) -> Callable[..., Path]:
     """Writes an experiment whose gateway has a process of its own; returns its file."""
 
     def write(**options: object) -> Path:
-        file = experiment(**options)
+        file = experiment(agent=PATIENT, **options)
         text = file.read_text().replace("concurrency = 3", "concurrency = 3\nmax_attempts = 1")
         file.write_text(f"{text}\n[gateway]\nprocess = true\n")
         return file

@@ -13,7 +13,7 @@ from agl.stores import MemoryStore
 from agl_testing.plugins import PluginFolder
 from agl_testing.stores.samples import make_span, outcome_of
 
-from .conftest import AGENT
+from .conftest import PATIENT
 from .database import PostgresInstallation, server_module
 from .installation import Installation, missing_of, use_store
 from .kills import Campaign
@@ -23,7 +23,7 @@ from .test_workers import free_port, store_of
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
 
-SLOW = f"import random\nimport time\n{AGENT}".replace(
+SLOW = f"import random\nimport time\n{PATIENT}".replace(
     "        for _", "        time.sleep(0.5 * random.random())\n        for _"
 )
 """An agent that is killed at work more often than not."""

@@ -19,8 +19,8 @@ StartAgl = Callable[..., subprocess.Popen[str]]
 RETURNS = 3
 
 KILLER = f"import os\nimport signal\n{AGENT}".replace(
-    "    with openai",
-    "    if task['question'] == 'what is 4?':\n        os.kill(os.getpid(), signal.SIGKILL)\n    with openai",
+    "    with httpx2",
+    "    if task['question'] == 'what is 4?':\n        os.kill(os.getpid(), signal.SIGKILL)\n    with httpx2",
 )
 """An agent that ends the process that runs it on one of its tasks."""
 
@@ -49,7 +49,7 @@ def test_trainer_that_comes_back_late_again_and_again_loses_no_rollout(
     gate.touch()
     wait = f"    while os.path.exists({str(gate)!r}):\n        time.sleep(0.05)\n"
     file = experiment(
-        steps=3, agent=f"import os\nimport time\n{AGENT}".replace("    with openai", f"{wait}    with openai")
+        steps=3, agent=f"import os\nimport time\n{AGENT}".replace("    with httpx2", f"{wait}    with httpx2")
     )
     file.write_text(file.read_text().replace("concurrency = 3", "concurrency = 3\nmax_attempts = 1"))
     resume: tuple[str, ...] = ()

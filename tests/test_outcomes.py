@@ -124,14 +124,14 @@ def test_misbehaving_agent_is_recorded_stopped_and_harms_no_other_rollout(
 ) -> None:
     (tmp_path / "odd_agent.py").write_text(AGENT)
     tasks = [{"do": name, "beats": str(tmp_path / f"{name}.txt")} for name in expected]
-    good = [{"do": f"good {n}"} for n in range(2 * len(tasks))]
+    good = [{"do": f"good {n}"} for n in range(len(tasks))]
     agent = f"odd_agent:{kind}" if kind else [sys.executable, str(tmp_path / "odd_agent.py")]
     began = time.monotonic()
 
     run_all(
         tmp_path,
         agent,
-        [task for trio in zip(good[::2], tasks, good[1::2], strict=True) for task in trio],
+        [task for pair in zip(good, tasks, strict=True) for task in pair],
         runner=agl_run.runner(runner, timeout_s=limit_s),
     )
 

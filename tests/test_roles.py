@@ -96,18 +96,21 @@ def agl_policies():
 '''
 
 AGENT = '''
+import os
+
 import agl
-import openai
+import httpx2
 
 
 def ask(client, text):
-    answer = client.chat.completions.create(model="gpt-5", messages=[{"role": "user", "content": text}])
-    return answer.choices[0].message.content
+    asked = {"model": "gpt-5", "messages": [{"role": "user", "content": text}]}
+    return client.post("/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
 
 
 def solve(task):
     """Three agents, one client, one model name: nothing here knows that they are trained apart."""
-    with openai.OpenAI() as client:
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    with httpx2.Client(base_url=os.environ["OPENAI_BASE_URL"], headers=headers, timeout=600) as client:
         with agl.operation("write"):
             draft = ask(client, "write " + task["question"])
         with agl.operation("check", **{"agl.role": "critic"}):

@@ -18,8 +18,7 @@ import sys
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-import aiohttp
-import openai
+import httpx2
 import requests
 
 URL = "{url}"
@@ -37,6 +36,8 @@ def posted(url, headers):
 
 
 def over_aiohttp(url, headers):
+    import aiohttp
+
     async def call():
         async with aiohttp.ClientSession() as session, session.post(url, json=ASKED, headers=headers) as answer:
             return await answer.text()
@@ -45,9 +46,8 @@ def over_aiohttp(url, headers):
 
 
 def ask(task):
-    with openai.OpenAI() as client:
-        messages = [{{"role": "user", "content": task["question"]}}]
-        return client.chat.completions.create(model="scripted", messages=messages).choices[0].message.content
+    answer = with_the_environments_key(lambda url, headers: httpx2.post(url, json=ASKED, headers=headers, timeout=30))
+    return answer.json()["choices"][0]["message"]["content"]
 
 
 def only_urllib(task):

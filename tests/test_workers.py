@@ -18,7 +18,7 @@ from agl.schemas import Attempt, Rollout
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import wait_until
 
-from .conftest import AGENT
+from .conftest import PATIENT
 from .test_crash import check_end, wait_for_a_step
 
 StartAgl = Callable[..., subprocess.Popen[str]]
@@ -146,7 +146,7 @@ def test_killed_worker_and_killed_trainer_cost_no_rollout(
     gate = tmp_path / "gate"
     gate.touch()
     wait = f"    while os.path.exists({str(gate)!r}):\n        time.sleep(0.05)\n"
-    agent = f"import os\nimport time\n{AGENT}".replace("    with openai", f"{wait}    with openai")
+    agent = f"import os\nimport time\n{PATIENT}".replace("    with openai", f"{wait}    with openai")
     file = experiment(steps=3, agent=agent)
     url = leave_to_workers(file, free_port(), more="\nmax_attempts = 2")
     homes = [elsewhere(file, name) for name in ("doomed", "leaving", "staying")]

@@ -75,7 +75,7 @@ def test_misspelt_choice_is_answered_with_the_closest_and_with_all(manager: Plug
         manager.build(manager.algorithm("apo"), optimizer=OPTIMIZER, publish="improvment")
 
 
-def check(folder: Path, algorithm: str, **params: Any) -> Any:
+def check(folder: Path, algorithm: str, *options: str, **params: Any) -> Any:
     (folder / "checked_prompts.py").write_text("def solve(task, prompt):\n    return 1.0\n")
     for name, first in (("train", 0), ("val", 50)):
         lines = (json.dumps({"q": first + number}) for number in range(20))
@@ -96,7 +96,7 @@ optimizer = {{ base_url = "http://127.0.0.1:9/v1", model = "m" }}
 {written}
 """)
     sys.modules.pop("checked_prompts", None)
-    return CliRunner().invoke(cli, ["check", str(folder / "e.toml")])
+    return CliRunner().invoke(cli, ["check", str(folder / "e.toml"), *options])
 
 
 @pytest.mark.parametrize("algorithm", OWN)
@@ -106,6 +106,12 @@ def test_check_refuses_a_budget_that_is_too_small_for_the_tasks(tmp_path: Path, 
     assert 1 == result.exit_code
     assert result.output.startswith(f"Error: {algorithm} has a budget of 20 rollouts and needs at least ")
     assert [] == [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != "__pycache__"]
+
+
+def test_check_refuses_a_budget_that_is_too_small_where_the_prompt_has_a_label(tmp_path: Path) -> None:
+    result = check(tmp_path, "apo", '--set=resource.prompt.label="production"', budget=20)
+
+    assert result.output.startswith("Error: apo has a budget of 20 rollouts and needs at least ")
 
 
 @pytest.mark.parametrize("algorithm", OWN)

@@ -484,6 +484,14 @@ async def test_failed_rollout_shows_its_error_and_traceback(opened: Open) -> Non
     assert "File &#34;team.py&#34;, line 3" in page
 
 
+async def test_rollout_links_the_versions_that_it_ran_with(opened: Open) -> None:
+    store = MemoryStore()
+    await store.enqueue([Rollout(rollout_id="r", task=1, resources={"prompt": "v2"})])
+    async with opened(store) as client:
+        page = await text_of(client, "/rollouts/r")
+    assert re.search(r'href="[^"]*versions/prompt\?version=v2">prompt@v2</a>', page)
+
+
 async def test_long_rollout_is_shown_in_pages(opened: Open) -> None:
     def many(recorder: Recorder, **_: Any) -> None:
         for number in range(700):

@@ -262,6 +262,29 @@ def test_component_without_a_method_of_its_contract_is_refused_with_its_name(ins
         manager.build(manager.entry(kind, "as-object"))
 
 
+DERIVED = """
+from agl import TracerEntry, hookimpl
+from agl.contracts import Tracer
+
+class Half(Tracer):
+    def install(self): ...
+    def uninstal(self): ...
+
+@hookimpl
+def agl_tracers():
+    yield TracerEntry(name="half", factory=Half)
+"""
+
+
+def test_tracer_that_derives_from_the_contract_and_misspells_a_method_is_refused(install_plugin):
+    install_plugin("agl-half", DERIVED, entry="half")
+    manager = PluginManager.from_environment()
+    with pytest.raises(BrokenPluginError, match=r"the tracer 'half' of the plugin 'half' \(agl-half 1.0\) .*uninstall"):
+        manager.check(manager.tracer("half"))
+    with pytest.raises(BrokenPluginError, match=r"of the plugin 'half' \(agl-half 1.0\) raised TypeError.*uninstall"):
+        manager.build(manager.tracer("half"))
+
+
 def test_every_kind_of_component_except_commands_has_a_contract():
     assert {"command", *LACKS} == set(get_args(Kind))
 

@@ -1,7 +1,7 @@
 """Stores take ids, pages and queries of certain forms, and a query selects rollouts and spans by each of its fields."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agl import semconv
-from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, SpanQuery
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, Recording, RolloutQuery, SpanQuery, Store
 from agl.episodes import Enclosing
-from agl.errors import InvalidIdError, InvalidQueryError, StoreError
-from agl.schemas import JsonResource, ResourceVersion, Reward, Rollout, Span, SpanEvent
+from agl.errors import ConflictError, InvalidIdError, InvalidQueryError, InvalidRecordError, StoreError
+from agl.schemas import Attempt, ErrorInfo, JsonResource, ResourceVersion, Reward, Rollout, Span, SpanEvent
 from agl.stores import MemoryStore
 from agl.stores import _queries as queries
 from agl.stores import _values as values
-from tests.cases import agent_span, call_span, plain_span, reward_span
+from tests.cases import ATTEMPT, agent_span, call_span, plain_span, reward_span
 
 
 def queued(rollout_id: str = "a", **fields: object) -> Rollout:
@@ -265,3 +265,105 @@ def test_spans_inside_a_judged_step_are_chosen_by_the_operation_around_it() -> N
             assert sorted(expected) == sorted(span.span_id for span in found.spans)
 
     asyncio.run(body())
+
+
+RECORDED = Rollout(rollout_id="r", task=1, status="succeeded", attempts=1)
+OTHER = Attempt(attempt_id="s.1", rollout_id="s", number=1, worker="w")
+
+
+def test_recording_of_another_store_is_accepted_only_with_its_own_attempts_and_spans() -> None:
+    spans = [call_span(1), replace(call_span(2), attempt_id="")]
+    values.check_recording(Recording(rollout=RECORDED, attempts=[ATTEMPT], spans=spans))
+    values.check_recording(Recording(rollout=Rollout(rollout_id="r", task=1), attempts=[]))
+    odd: list[tuple[Any, type[StoreError], str]] = [
+        ({"rollout": replace(RECORDED, rollout_id="r/1")}, InvalidIdError, "rollout_id"),
+        ({"attempts": [OTHER]}, ConflictError, "'r' has the attempt 's.1' of rollout 's'"),
+        ({"attempts": [replace(ATTEMPT, number=2)]}, ConflictError, "has the attempt 'r.1'"),
+        ({"rollout": replace(RECORDED, attempts=0)}, ConflictError, "counts 0 attempts and has number 1"),
+        ({"rollout": replace(RECORDED, attempts=20_000)}, ConflictError, "counts 20000 attempts and has number 1"),
+        ({"spans": [replace(call_span(1), rollout_id="s")]}, ConflictError, "has the span 'c1' of attempt 'r.1' of"),
+        ({"spans": [call_span(1, attempt_id="r.2")]}, ConflictError, "has the span 'c1' of attempt 'r.2' of"),
+    ]
+    for change, error, text in odd:
+        with pytest.raises(error, match=text):
+            values.check_recording(replace(Recording(rollout=RECORDED, attempts=[ATTEMPT], spans=spans), **change))
+
+
+@pytest.mark.parametrize("texts", [{}, {"request": {"a": 1}}, {"response": {"a": 1}}, {"request": 1, "response": 2}])
+def test_span_with_a_value_of_another_type_is_refused_whatever_its_call_holds(texts: dict[str, Any]) -> None:
+    plain = call_span(1)
+    assert plain.call is not None
+    good = replace(plain, call=replace(plain.call, **texts))
+    assert good == values.copied(good)
+    with pytest.raises(
+        InvalidRecordError, match=r"span 'c1' \('chat m'\) of attempt 'r\.1' cannot be stored: .*object"
+    ):
+        values.copied(replace(good, attributes={"a": {1: object()}}))
+
+
+def test_damaged_record_is_named_and_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    values.note_damage.cache_clear()
+    good = values.encoded(RECORDED)
+    assert [RECORDED, RECORDED] == values.readable([good, None, b"{", good], Rollout)
+    (message,) = caplog.messages
+    assert message.startswith("a stored Rollout is damaged and cannot be read: Expected `object`")
+
+
+def test_recording_with_a_damaged_attempt_or_span_is_not_readable() -> None:
+    whole = Recording(rollout=RECORDED, attempts=[ATTEMPT], spans=[call_span(1)])
+    failed = ErrorInfo(type="ValueError", message="of the agent")
+    assert queries.is_readable(whole)
+    assert queries.is_readable(replace(whole, attempts=[replace(ATTEMPT, error=failed)]))
+    damaged = replace(failed, type=semconv.UNREADABLE)
+    assert not queries.is_readable(replace(whole, attempts=[replace(ATTEMPT, error=damaged)]))
+    assert not queries.is_readable(replace(whole, spans=[call_span(1), plain_span("8", name=semconv.UNREADABLE)]))
+
+
+class Pages:
+    """A store of rollouts `r0`, `r1`, ... with spans, two rollouts and three spans to a page."""
+
+    def __init__(self, count: int, spans: int, *, is_whole: bool) -> None:
+        self.rollouts = [replace(RECORDED, rollout_id=f"r{i}") for i in range(count)]
+        self.all = [replace(call_span(n), rollout_id="r0") for n in range(1, spans + 1)]
+        self.is_whole = is_whole
+        self.asked: list[tuple[Any, ...]] = []
+
+    async def recordings(self, query: RolloutQuery, *, spans: Any) -> list[Recording]:
+        self.asked.append((query.after, spans))
+        left = [r for r in self.rollouts if r.rollout_id > query.after and r.rollout_id in (query.ids or r.rollout_id)]
+        return [Recording(rollout=r, attempts=[ATTEMPT], spans=self.all[:1], is_whole=self.is_whole) for r in left[:2]]
+
+    async def spans(self, rollout_id: str, *, attempt_id: str | None, after: int, limit: int) -> list[Span]:
+        self.asked.append((rollout_id, attempt_id, after))
+        return self.all[after : after + limit]
+
+
+def read(store: Pages, query: RolloutQuery, **options: Any) -> list[Recording]:
+    async def work() -> list[Recording]:
+        return [recording async for recording in queries.read_recordings(cast("Store", store), query, **options)]
+
+    return asyncio.run(work())
+
+
+def test_all_pages_of_recordings_are_read_and_none_after_the_last_id() -> None:
+    store = Pages(5, 1, is_whole=True)
+    assert [f"r{i}" for i in range(5)] == [each.rollout.rollout_id for each in read(store, RolloutQuery())]
+    assert [("", "deciding"), ("r1", "deciding"), ("r3", "deciding"), ("r4", "deciding")] == store.asked
+    store.asked.clear()
+    found = read(store, RolloutQuery(ids=("r0", "r1", "r2", "r3")), spans="none")
+    assert (4, [("", "none"), ("r1", "none")]) == (len(found), store.asked)
+
+
+def test_rest_of_a_recordings_spans_is_read_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "PAGE", 3)
+    store = Pages(1, 6, is_whole=False)
+    (recording,) = read(store, RolloutQuery())
+    assert (store.all, [ATTEMPT], True) == (recording.spans, recording.attempts, recording.is_whole)
+    assert [("r0", None, 0), ("r0", None, 3), ("r0", None, 6)] == store.asked[1:4]
+    (every,) = read(store, RolloutQuery(), spans="all")
+    assert (2 * store.all, ["", ATTEMPT.attempt_id]) == (
+        every.spans,
+        list(dict.fromkeys(asked[1] for asked in store.asked[6:-1])),
+    )
+    (page,) = read(store, RolloutQuery(), spans=SpanQuery())
+    assert store.all[:1] == page.spans

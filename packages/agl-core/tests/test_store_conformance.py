@@ -12,6 +12,7 @@ class TestMemoryStore(StoreConformance):
     is_shared = False
     has_schema_version = False
     has_older_schema = False
+    can_be_damaged = False
 
     @pytest.fixture
     def locate(self) -> Callable[[str], StoreLocation]:

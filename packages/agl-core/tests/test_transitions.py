@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl.episodes._agreement import Verdict
 from agl.episodes._scores import ScoreOptions, episode_reward
 from agl.episodes._transitions import EpisodeOptions, build_episode
 from agl.errors import ConfigError
@@ -339,3 +340,61 @@ def test_episode_does_not_depend_on_the_order_of_spans(order: list[int]) -> None
         reward_span(4, 2.0),
     ]
     assert build_episode(ROLLOUT, ATTEMPT, spans) == build_episode(ROLLOUT, ATTEMPT, [spans[i] for i in order])
+
+
+CHAT = {"gen_ai.operation.name": "chat", "agl.client": "grpc.ChatThing"}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "attributes", "expected"),
+    [
+        ("drop", {}, ["unseen_calls"]),
+        ("accept", {}, [""]),
+        ("drop", {"agl.unrecorded": "foreign"}, [""]),
+    ],
+    ids=["drop", "accept", "foreign"],
+)
+def test_calls_of_an_attempt_train_unless_others_bypassed_the_gateway(
+    verdict: Verdict, attributes: dict[str, str], expected: list[str]
+) -> None:
+    missed = plain_span("missed", start=50, end=60, attributes={**CHAT, **attributes})
+    spans = [agent_span("a"), call_span(1, parent="a"), missed]
+    episode = build_episode(ROLLOUT, ATTEMPT, spans, options=EpisodeOptions(unseen=verdict))
+    assert expected == [transition.reject for transition in episode.transitions]
+    if expected == ["unseen_calls"]:
+        assert episode.transitions[0].detail.endswith("not recorded: 1, such as by grpc.ChatThing")
+
+
+@pytest.mark.parametrize(("verdict", "expected"), [("drop", ["unattributed"] * 2), ("accept", ["", ""])])
+def test_calls_of_an_attempt_train_unless_some_are_outside_the_frameworks_spans(
+    verdict: Verdict, expected: list[str]
+) -> None:
+    spans = [
+        plain_span("chat", attributes=CHAT, start=1, end=2),
+        call_span(1, parent="chat"),
+        call_span(3, prompt=(9,)),
+    ]
+    episode = build_episode(ROLLOUT, ATTEMPT, spans, options=EpisodeOptions(unattributed=verdict))
+    assert expected == [transition.reject for transition in episode.transitions]
+    if verdict == "drop":
+        assert "outside the framework's spans: 1" in episode.transitions[0].detail
+
+
+def test_attempt_with_a_damaged_span_has_no_reward_and_does_not_train() -> None:
+    damaged = plain_span("8", name="agl.unreadable")
+    other = plain_span("9", name="agl.unreadable", attempt_id="r.2")
+    whole = build_episode(ROLLOUT, ATTEMPT, [call_span(1), reward_span(1, 1.0), other])
+    odd = build_episode(ROLLOUT, ATTEMPT, [call_span(1), reward_span(1, 1.0), damaged, other])
+    assert (1.0, 0, [""]) == (whole.reward, whole.unreadable, [t.reject for t in whole.transitions])
+    assert (None, 1, ["unreadable"]) == (odd.reward, odd.unreadable, [t.reject for t in odd.transitions])
+    assert "damaged spans of the attempt: 1" in odd.transitions[0].detail
+
+
+def test_transition_describes_the_drift_of_its_call_with_decoded_tokens() -> None:
+    first = call_span(1, prompt=tuple(range(20)), response=(20, 21, 22, 23, 24, 25))
+    second = call_span(2, prompt=(*range(20), 20, 21, 99, 98, 97, 96), response=(5,))
+    options = EpisodeOptions(decode=lambda ids: "-".join(map(str, ids)))
+    before, after = build_episode(ROLLOUT, ATTEMPT, [first, second], options=options).transitions
+    assert "" == before.detail
+    assert "differs from token 22 on" in after.detail
+    assert "99-98" in after.detail

@@ -102,7 +102,7 @@ def test_format_of_a_plugin_is_written_to_standard_output(run, store, output, tm
     store("a")
     result = run("data", "export", "ro-0", "--format", "names", *output)
     assert "ro-0 0.0\nend of None\n" == result.stdout
-    assert result.stderr.endswith("1 records of names written to stdout\n")
+    assert result.stderr.endswith("1 record of names written to stdout\n")
     assert ["runs"] == os.listdir(tmp_path)
 
 

@@ -100,6 +100,16 @@ def test_copy_leaves_out_damaged_rollouts_and_names_them() -> None:
 
 
 @pytest.mark.usefixtures("damaged_parts")
+def test_damaged_rollouts_are_removed_by_id_and_named() -> None:
+    done = CliRunner().invoke(cli, ["show", "sums-001"], obj=MANAGER)
+    assert "agl runs rm removes it" in done.output
+    shown = run("runs", "rm", "sums-001", "sums-002", "sums-001")
+    assert "removed 2 rollouts, 1 of them damaged: sums-001\n" == shown
+    assert ["sums-000", "sums-003"] == sorted(rows("runs/agl.db"))
+    assert "removed 1 rollout\n" == run("runs", "rm", "sums-003")
+
+
+@pytest.mark.usefixtures("damaged_parts")
 def test_attempt_with_a_damaged_span_has_no_reward_and_does_not_train() -> None:
     with closing(sqlite3.connect("runs/agl.db")) as database:  # the deciding attempt's reward
         database.execute(

@@ -3,13 +3,14 @@
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from openai import AsyncOpenAI
 
 from agl.contracts import Store, Upstream
@@ -71,6 +72,20 @@ class Stage:
     async def calls(self, attempt_id: str) -> list[ModelCall]:
         """Return the attempt's model calls, once all of them are in the store."""
         return [span.call for span in await self.spans(attempt_id) if span.call is not None]
+
+
+@asynccontextmanager
+async def listening(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """Run a server whose every request ``handle`` answers; yields its address."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 @pytest.fixture

@@ -26,6 +26,8 @@ from agl_gateway.wire.problems import Problem
 from agl_gateway.wire.responses import ResponsesTranslation
 from agl_testing.model_server import Cut, Garbage, Reply, Status, ToolCall
 
+from .conftest import listening
+
 HELLO = "hello there, how are you?"
 JSON_TYPE = "application/json"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
@@ -599,15 +601,8 @@ async def chat_only(seen: list[str], *, statuses: list[int] | None = None, encod
         headers = {"content-encoding": "gzip" if encoding == "gzip" else "deflate"} if encoding else {}
         return web.Response(body=body, content_type=JSON_TYPE, headers=headers)
 
-    app = web.Application()
-    app.router.add_post("/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with listening(handle) as address:
+        yield address
 
 
 async def test_frozen_model_is_asked_as_the_client_asks_unless_its_server_has_only_chat(stage):

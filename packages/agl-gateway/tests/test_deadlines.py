@@ -56,7 +56,7 @@ async def test_headers_that_arrive_byte_by_byte_are_cut_off(serving):
 
 
 async def test_idle_connection_serves_further_requests(serving):
-    async with serving(headers_s=0.2) as service:
+    async with serving(headers_s=0.8) as service:
         reader, writer = await connect(service)
         for _ in range(2):
             writer.write(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -92,16 +92,16 @@ async def test_body_that_does_not_arrive_is_answered_with_408(serving, framing: 
 
 
 async def test_large_body_that_keeps_arriving_is_read(serving):
-    async with serving(body_s=0.4) as service:
+    async with serving(body_s=1.5) as service:
         reader, writer = await connect(service)
-        body = json.dumps({"query": {"ids": ["x" * 100_000]}}).encode()
+        body = json.dumps({"query": {"ids": ["x" * 200_000]}}).encode()
         head = (
             f"POST /store/rollouts HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         )
         writer.write(f"{head}\r\nAuthorization: Bearer {ADMIN}\r\n\r\n".encode())
-        for start in range(0, len(body), 10_000):  # 1.1 s, at some 90 KB/s
-            writer.write(body[start : start + 10_000])
-            await asyncio.sleep(0.1)
+        for start in range(0, len(body), 20_000):  # 2.2 s, at some 90 KB/s
+            writer.write(body[start : start + 20_000])
+            await asyncio.sleep(0.2)
         assert b"404" in await asyncio.wait_for(reader.readline(), 60)
         writer.close()
 

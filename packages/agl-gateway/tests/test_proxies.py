@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.request import getproxies_environment
 
 import aiohttp
 import pytest
@@ -10,6 +11,7 @@ from aiohttp import web
 
 from agl.contracts import POLICY_KEY_ENV, Upstream
 from agl_gateway.cli.doctor import models, patient_of
+from agl_gateway.relay.routing import proxy_for
 
 ELSEWHERE = "http://models.invalid/v1"
 
@@ -78,6 +80,36 @@ async def test_upstreams_of_this_machine_and_of_no_proxy_are_asked_directly(stag
     assert [] == asked
 
 
+@pytest.mark.parametrize(
+    ("entry", "direct", "proxied"),
+    [
+        ("10.0.0.0/8", "http://10.1.2.3:8000/v1", "http://11.1.2.3:8000/v1"),
+        ("10.0.0.5/8", "http://10.1.2.3/v1", "http://models.example/v1"),
+        ("fd00::/8", "https://[fd12::1]:8000/v1", "https://[fe80::1]/v1"),
+        ("fd00:0::1", "http://[fd00::1]:8000/v1", "http://[fd00::2]:8000/v1"),
+        ("[fd00::1]:8000", "http://[fd00::1]:8000/v1", "http://[fd00::1]:8001/v1"),
+        ("10.0.0.5:8000", "http://10.0.0.5:8000/v1", "http://10.0.0.5:8001/v1"),
+        ("models.example", "https://eu.models.example/v1", "https://my-models.example/v1"),
+        (".models.example", "https://models.example/v1", "https://my-models.example/v1"),
+        ("*.Models.example:443", "https://eu.models.example/v1", "http://eu.models.example/v1"),
+        ("other, 10.0.0.0/33 ,models.example", "http://models.example/v1", "http://10.0.0.1/v1"),
+        ("müller.example", "http://müller.example/v1", "http://example/v1"),
+    ],
+)
+def test_entry_of_no_proxy_exempts_the_servers_that_it_names(monkeypatch, entry, direct, proxied):
+    monkeypatch.setenv("HTTP_PROXY", "proxy:3128")
+    monkeypatch.setenv("HTTPS_PROXY", "proxy:3128")
+    monkeypatch.setenv("NO_PROXY", entry)
+    found = [proxy_for(url, getproxies_environment()) for url in (direct, proxied)]
+    assert ["", "http://proxy:3128"] == found
+
+
+def test_star_in_no_proxy_exempts_every_server(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "*")
+    assert "" == proxy_for(ELSEWHERE, getproxies_environment())
+
+
 async def test_policies_of_the_run_on_other_machines_are_asked_directly(stage, monkeypatch):
     async with proxy() as (url, asked):
         monkeypatch.setenv("HTTP_PROXY", url)
@@ -108,19 +140,22 @@ async def test_error_names_the_proxy_without_its_password(stage, monkeypatch, va
 
 def test_doctor_names_the_proxy_of_each_model_server_and_base_urls_that_cannot_work(tmp_path, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://me:secret@proxy:3128")
-    monkeypatch.setenv("NO_PROXY", "direct.example")
+    monkeypatch.setenv("NO_PROXY", "direct.example,10.0.0.0/8")
     servers = {
         "hosted": '"https://models.example/v1"',
         "two": '["https://direct.example/v1", "http://127.0.0.1:8000/v1"]',
+        "near": '"https://10.1.2.3/v1"',
         "odd": '"http://127.0.0.1:8000/v1/chat/completions"',
     }
     file = tmp_path / "experiment.toml"
     policies = [f'[policy.{name}]\nuse = "openai"\nmodel = "m"\nbase_url = {url}' for name, url in servers.items()]
     file.write_text("\n".join(['[experiment]\nname = "x"\nagent = "agent:solve"', *policies]))
     found = {finding.check: finding for finding in models(patient_of(str(file)).models)}
-    assert "through http://proxy:3128, except" in found["proxy for https"].text
+    expected = "through http://proxy:3128, except those in NO_PROXY, which is 'direct.example,10.0.0.0/8'"
+    assert expected in found["proxy for https"].text
     assert "asked through the proxy http://proxy:3128" in found["model server 1 of hosted"].text
-    assert "direct.example/v1 is asked directly" in found["model server 1 of two"].text
+    assert "direct.example/v1 is asked directly (NO_PROXY has direct.ex" in found["model server 1 of two"].text
+    assert "10.1.2.3/v1 is asked directly (NO_PROXY has 10.0.0.0/8)" in found["model server 1 of near"].text
     assert "8000/v1 is asked directly" in found["model server 2 of two"].text
     odd = found["model server 1 of odd"]
     assert ("wrong", True) == (odd.state, "write http://127.0.0.1:8000/v1" in odd.text)

@@ -16,6 +16,8 @@ from agl_gateway.relay.side_calls import ESTIMATED_HEADER, estimate
 from agl_gateway.wire.thoughts import seal
 from agl_testing.model_server import Reply
 
+from .conftest import listening
+
 HELLO: list[Any] = [{"role": "user", "content": "hello there"}]
 COUNT = "/messages/count_tokens"
 
@@ -34,16 +36,8 @@ async def backend(routes: dict[str, Any], *, status: int = 200) -> AsyncIterator
         found = routes.get(request.path)
         return web.json_response(found, status=status) if found else web.json_response({"no": "route"}, status=404)
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", seen
-    finally:
-        await runner.cleanup()
+    async with listening(handle) as address:
+        yield address, seen
 
 
 async def post(url: str, body: Any, token: str) -> tuple[int, Any, bool]:

@@ -20,6 +20,8 @@ from agl.stores import MemoryStore
 from agl_gateway.traffic.splits import (
     Split,
     SplitReport,
+    Splitter,
+    arm_of,
     check_labels,
     parse_split,
     pins_of,
@@ -117,7 +119,7 @@ def test_growing_candidate_keeps_whom_it_had(key: str, share: float, more: float
     ("text", "message"),
     [
         ("production=0.9,candidate=0.2", "add up to 1.1"),
-        ("production=1.0", "'1.0', not a number between 0 and 1"),
+        ("production=1", "one arm and needs two or more"),
         ("production=0.5", "one arm"),
         ("production=0.9,candidate=x", r"^--split 'production=0.9,.*': the share of 'candidate' is 'x', not a number"),
         ("production=0.9,candidate=1", "the share of 'candidate' is '1', not a number between 0 and 1"),
@@ -126,7 +128,7 @@ def test_growing_candidate_keeps_whom_it_had(key: str, share: float, more: float
         ("production=0.9,candidate=nan", "'nan', not a number"),
         ("production=0.5,production=0.5", "the label 'production' is given twice; write"),
         ("production=0.5,a/b=0.5", "the label 'a/b' may hold letters, digits, '_', '.' and '-' only; write"),
-        ("", "may hold letters"),
+        ("", "one arm"),
     ],
 )
 def test_bad_split_is_refused(text: str, message: str) -> None:
@@ -418,3 +420,20 @@ def test_wrong_use_is_refused(command: Callable[..., Result], arguments: tuple[s
     command("list", rewards={})
     done = command(*arguments)
     assert (1, True) == (done.exit_code, message in done.output), done.output
+
+
+async def test_rollout_keeps_the_arm_that_it_was_queued_with() -> None:
+    store = MemoryStore()
+    await labelled(store, production="prompt@v1", candidate="prompt@v2")
+    splitter = Splitter(store, SPLIT)
+    assert {"production": {"prompt": "v1"}, "candidate": {"prompt": "v2"}} == await splitter.pins()
+    plain = [Rollout(rollout_id=f"r-{index}", task=index) for index in range(20)]
+    first = await splitter.enqueue(plain)
+    assert {"production": "v1", "candidate": "v2"} == {arm_of(each): each.resources["prompt"] for each in first}
+    await labels.move(store, "prompt", "candidate", "v3")
+    again = await splitter.enqueue([*plain, Rollout(rollout_id="s", task=0)])
+    assert first == again[:-1]
+    assert (await splitter.pins())[arm_of(again[-1])] == again[-1].resources
+    assert "" == arm_of(plain[0])
+    await store.enqueue([Rollout(rollout_id="t", task=0)])  # without an arm, it stays so
+    assert {} == (await splitter.enqueue([Rollout(rollout_id="t", task=0)]))[0].resources

@@ -17,7 +17,7 @@ from agl_gateway.client import HttpStore
 from agl_gateway.store_api.contract import Fault
 from agl_testing.waiting import eventually
 
-from .conftest import ADMIN
+from .conftest import ADMIN, listening
 
 HTML = b"<html><h1>Bad Gateway</h1></html>"
 BUSY = msgspec.msgpack.encode(Fault(type="StoreError", message="large requests hold all of the memory"))
@@ -66,17 +66,12 @@ async def balanced(*answers: Answer) -> AsyncIterator[tuple[Balancer, HttpStore]
     """Run a balancer with these responses; yields it and a client of the store behind it."""
     balancer = Balancer()
     balancer.answers = list(answers)
-    app = web.Application()
-    app.router.add_post("/{path:.*}", balancer.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    store = HttpStore(f"http://127.0.0.1:{runner.addresses[0][1]}", token="t")
-    try:
-        yield balancer, store
-    finally:
-        await store.close()
-        await runner.cleanup()
+    async with listening(balancer.handle) as address:
+        store = HttpStore(address, token="t")
+        try:
+            yield balancer, store
+        finally:
+            await store.close()
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from agl_gateway.relay import sender as streams
 from agl_gateway.relay.sender import StreamEnd
 from agl_testing.model_server import Reply
 
+from .conftest import listening
 from .test_relay import BODIES, NATIVE
 from .test_spool import FickleStore, open_attempt
 
@@ -164,16 +165,11 @@ class Backend:
 async def streaming(*pieces: str, pause_s: float = 0.0) -> AsyncIterator[tuple[Backend, list[Upstream]]]:
     """Run a backend that streams ``pieces`` and leaves the body open; yields it with its policy's upstream."""
     backend = Backend(list(pieces), pause_s=pause_s)
-    app = web.Application()
-    app.router.add_post("/{path:.*}", backend.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield backend, [Upstream(name="main_llm", base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1")]
-    finally:
-        backend.may_end.set()
-        await runner.cleanup()
+    async with listening(backend.handle) as address:
+        try:
+            yield backend, [Upstream(name="main_llm", base_url=f"{address}/v1")]
+        finally:
+            backend.may_end.set()
 
 
 def event(kind: str, **fields: Any) -> str:

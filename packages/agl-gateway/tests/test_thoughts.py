@@ -18,6 +18,8 @@ from agl_gateway.wire.google import messages_of
 from agl_gateway.wire.problems import Problem
 from agl_gateway.wire.thoughts import MARK, Unsealer, restored, seal
 
+from .conftest import listening
+
 THINKING = {"type": "thinking", "thinking": "add them", "signature": ""}
 REASONING = {
     "type": "reasoning",
@@ -127,15 +129,8 @@ async def backend(body: Any, events: list[Any], seen: list[Any]) -> AsyncIterato
             await reply.write(data[at : at + 37])
         return reply
 
-    app = web.Application()
-    app.router.add_post("/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+    async with listening(handle) as address:
+        yield f"{address}/v1"
 
 
 async def answer(it: Any, path: str, token: str, body: Any) -> list[dict[str, Any]]:

@@ -292,6 +292,12 @@ def test_wrong_names_are_told(run: Callable[..., Result], arguments: tuple[str, 
     assert (1, True) == (done.exit_code, message in done.output), done.output
 
 
+def test_rollout_shows_the_versions_that_it_ran_with(run: Callable[..., Result], tmp_path: Path) -> None:
+    run("list", rewards={"v2": [0.5]})
+    shown = CliRunner().invoke(cli, ["show", "v2-0", "--store", f"sqlite:///{tmp_path}/runs.db"])
+    assert "with prompt@v2\n" in shown.output
+
+
 def test_moves_of_two_processes_leave_no_torn_label(tmp_path: Path) -> None:
     async def body() -> tuple[list[LabelMove], dict[str, str]]:
         stores = [SQLiteStore(f"sqlite:///{tmp_path}/runs.db") for _ in range(2)]

@@ -46,7 +46,12 @@ async def fill(store: Store) -> None:
     """Record two rollouts of ``sums``, the second of which fails, one of ``other``, and a metric of each."""
     place = {"algorithm": "grpo", "step": 3}
     await store.enqueue(
-        [Rollout(rollout_id=f"ro-{n}", task={"q": n}, experiment="sums", metadata=place) for n in (1, 2)]
+        [
+            Rollout(
+                rollout_id=f"ro-{n}", task={"q": n}, experiment="sums", metadata=place, resources={"prompt": f"v{n}"}
+            )
+            for n in (1, 2)
+        ]
     )
     first, second = await store.claim(worker="w", limit=2)
     error = ErrorInfo(type="ValueError", message="no")
@@ -96,6 +101,13 @@ def test_rollouts_have_their_rewards_tokens_and_places():
     assert ["ro-1", "sums", "grpo", 3, "succeeded", 0.5, 2, 73, 11, '{"q":1}'] == list(found[0].values())
     assert ["ro-2", "sums", "grpo", 3, "failed", None, 0, 0, 0, '{"q":2}'] == list(found[1].values())
     assert ["ro-3", "other", None, None, "queued", None, 0, 0, 0, "null"] == list(found[2].values())
+
+
+@pytest.mark.usefixtures("filled")
+def test_rewards_of_two_versions_are_compared_with_a_query():
+    query = "SELECT resources ->> 'prompt' AS version, avg(reward) AS reward FROM rollouts GROUP BY 1 ORDER BY 1"
+    versions = [(None, None), ("v1", 0.5), ("v2", None)]
+    assert versions == [(row["version"], row["reward"]) for row in rows(query)]
 
 
 @pytest.mark.usefixtures("filled")

@@ -93,7 +93,7 @@ def test_no_plugins_leaves_them_out(toy):
     assert "say hello" not in invoke("--no-plugins", "--help").output
     result = invoke("--no-plugins", "hello")
     assert 2 == result.exit_code
-    assert "no command is named 'hello'" in result.output
+    assert "there is no command 'hello'" in result.output
 
 
 def test_version():

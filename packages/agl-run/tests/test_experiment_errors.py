@@ -349,6 +349,28 @@ def test_tracer_without_its_framework_is_named_with_the_missing_module(tmp_path:
         trainer.dev(agent, [{"q": 1}])
 
 
+class RaisingTracer(WireTracer):
+    def install(self) -> None:
+        raise RuntimeError("the framework is too old")
+
+
+class RaisingPlugin:
+    @hookimpl
+    def agl_tracers(self) -> list[TracerEntry]:
+        return [TracerEntry(name="raising", factory=RaisingTracer)]
+
+
+def test_tracer_whose_installation_raises_is_named_with_its_file_and_line(tmp_path: Path) -> None:
+    manager = PluginManager()
+    manager.register(RaisingPlugin(), name="raising")
+    trainer = Trainer(tracers="raising", store="memory://", folder=tmp_path, plugins=manager, progress=Quiet())
+    says = (
+        r"'raising' could not be installed: RuntimeError: the framework is too old, at .*test_experiment_errors.py:\d+"
+    )
+    with pytest.raises(ConfigError, match=says):
+        trainer.dev(agent, [{"q": 1}])
+
+
 LISTS = """
 [experiment]
 agent = "agent:solve"

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from agl import AlgorithmEntry, PluginManager, PromptTemplate, Trainer, hookimpl
 from agl.contracts import AlgorithmContext, StepReport
-from agl.errors import RunError
+from agl.errors import AglError, RunError
 from agl_inspect.terminal.program import cli
 from agl_run import Quiet
 from agl_run.agents.importing import place_in
@@ -177,3 +177,27 @@ def test_algorithm_that_keeps_failed_rollouts_does_not_hide_them(tmp_path: Path)
 
     with pytest.raises(RunError, match=r"none of 2 rollouts succeeded: ValueError: no answer \(2\)"):
         trainer.fit(fails, train_dataset=tasks("raise", "raise"))
+
+
+class Untyped(Collecting):
+    """Reports a step as a dict."""
+
+    async def step(self) -> Any:
+        return {"step": 1}
+
+
+def test_algorithm_that_reports_no_step_report_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.Collecting", Untyped)
+    manager = PluginManager.from_environment()
+    manager.register(CollectingPlugin(), name="collecting")
+    trainer = Trainer(
+        algorithm="collecting",
+        initial_resources={"prompt": PromptTemplate(template="Hello")},
+        store="memory://",
+        folder=tmp_path,
+        plugins=manager,
+        progress=Quiet(),
+    )
+
+    with pytest.raises(AglError, match="algorithm 'collecting' returned dict from step"):
+        trainer.fit(lambda task, prompt: 1.0, train_dataset=tasks("work"))

@@ -15,6 +15,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from agl_store_postgres.urls import SHARDED, sharded_target_of, target_of
+from agl_testing.conformance import StoreConformance, StoreLocation
 from agl_testing.waiting import wait_until
 
 PASSWORD = "correct-horse-battery"
@@ -131,6 +133,30 @@ class Server:
     def fresh_url(self) -> str:
         """Return a URL with a schema that no test has used."""
         return f"{self.url_for()}?schema=test_{next(_numbers)}"
+
+
+def execute(location: StoreLocation, statement: str, *values: object) -> None:
+    """Run a statement on the store, or on the control server of a sharded store; ``SCHEMA`` stands for the schema."""
+    is_sharded = location.url.startswith(SHARDED)
+    target = sharded_target_of(location.url).control if is_sharded else target_of(location.url)
+    with psycopg.connect(target.conninfo, autocommit=True) as connection:
+        connection.execute(statement.replace("SCHEMA", f'"{target.schema}"').encode(), values or None)
+
+
+class PostgresConformance(StoreConformance):
+    """The conformance class of stores, for all kinds of PostgreSQL stores."""
+
+    has_older_schema = False  # there is one layout so far
+
+    def set_schema_version(self, location: StoreLocation, version: int) -> None:
+        execute(location, "UPDATE SCHEMA.agl_schema SET version = %s", version)
+
+    def damage(self, location: StoreLocation, rollout_id: str, number: int, data: bytes) -> None:
+        of_attempt = "SCHEMA.attempts SET data = %s FROM SCHEMA.rollouts r WHERE id = r.seq << 14 | %s"
+        of_rollout = "SCHEMA.rollouts r SET data = %s WHERE 0 = %s"
+        execute(
+            location, f"UPDATE {of_attempt if number else of_rollout} AND rollout_id = %s", data, number, rollout_id
+        )
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import pytest
 
 from agl import semconv
 from agl.contracts import RolloutQuery, Store
+from agl.errors import NotFoundError
 from agl.schemas import Rollout
 from agl.stores import is_readable, read_recordings
 from agl_gateway.client import HttpStore
@@ -112,6 +113,26 @@ def test_damaged_records_hide_no_others(server: Server, url: str) -> None:
                 [span.name for span in each.spans] for each in recordings
             ]
             assert [False, False, True] == [is_readable(each) for each in recordings]
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_rollouts_with_damaged_progress_stop_nothing_and_are_removed(server: Server, url: str) -> None:
+    async def body() -> None:
+        store = RedisStore(url)
+        await store.enqueue([Rollout(rollout_id=f"ro-{number}", task=number) for number in range(5)])
+        await store.claim(worker="w", limit=2, lease_s=0.2)
+        for command in (("HSET", "ro-0", "p", b"\xc1"), ("HSET", "ro-2", "p", b"7"), ("HDEL", "ro-4", "p")):
+            for key in server.run("KEYS", f"*r/{command[1]}"):
+                server.run(command[0], key, *command[2:])
+        await asyncio.sleep(0.4)
+        claims = await store.claim(worker="w", limit=9)
+        assert ["ro-1", "ro-3"] == [claim.rollout.rollout_id for claim in claims]
+        with pytest.raises(NotFoundError, match="'ro-0'; its record cannot be read"):
+            await store.cancel(["ro-0"])
+        assert 3 == await store.delete(["ro-0", "ro-2", "ro-4"])
+        assert ["ro-1", "ro-3"] == [each.rollout_id for each in await store.rollouts(RolloutQuery())]
         await store.close()
 
     asyncio.run(body())

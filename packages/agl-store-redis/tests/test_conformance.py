@@ -17,7 +17,14 @@ class TestRedisStore(StoreConformance):
         return lambda name: StoreLocation(factory="agl_store_redis.store:RedisStore", url=f"{url}_{name}")
 
     def set_schema_version(self, location: StoreLocation, version: int) -> None:
-        parts = urlsplit(location.url)
-        prefix = parse_qs(parts.query)["prefix"][0]
-        with Redis(host="127.0.0.1", port=parts.port or 0, protocol=2) as client:
-            client.hset(f"{{{prefix}}}:meta", "version", str(version))
+        put(location, "meta", "version", str(version))
+
+    def damage(self, location: StoreLocation, rollout_id: str, number: int, data: bytes) -> None:
+        put(location, f"r/{rollout_id}", str(number or "d"), data)
+
+
+def put(location: StoreLocation, name: str, field: str, value: str | bytes) -> None:
+    parts = urlsplit(location.url)
+    prefix = parse_qs(parts.query)["prefix"][0]
+    with Redis(host="127.0.0.1", port=parts.port or 0, protocol=2) as client:
+        client.hset(f"{{{prefix}}}:{name}", field, value)

@@ -127,56 +127,6 @@ def test_attempt_with_an_error_stands_for_a_damaged_one(file: File, caplog: pyte
     assert ["attempt 'a-2.1' is damaged"] == [each[:26] for each in caplog.messages]
 
 
-def test_worker_claims_what_stands_behind_a_damaged_rollout(file: File) -> None:
-    file.change("UPDATE rollouts SET data = x'c1' WHERE rollout_id = 'q-0'")
-
-    async def body(store: SQLiteStore) -> None:
-        for experiment in ("e", None):
-            (claim,) = await store.claim(worker="w", experiment=experiment)
-            assert "q-1" == claim.rollout.rollout_id
-            await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="lost")])
-
-    file.use(body)
-
-
-@pytest.mark.parametrize("table", ["rollouts", "attempts"])
-def test_damaged_running_record_stops_nothing_at_its_deadline(file: File, table: str) -> None:
-    async def start(store: SQLiteStore) -> None:
-        assert ["q-0"] == [claim.rollout.rollout_id for claim in await store.claim(worker="w", lease_s=5)]
-
-    async def go_on(store: SQLiteStore) -> None:
-        expected = {"rollouts": ["q-1"], "attempts": ["q-0", "q-1"]}[table]
-        assert 4 == len(await store.rollouts(RolloutQuery(status=("succeeded",))))
-        assert expected == [claim.rollout.rollout_id for claim in await store.claim(worker="w", limit=9)]
-
-    file.use(start)
-    file.change(f"UPDATE {table} SET data = x'c1' WHERE status = 'running'")
-    file.now += 60
-    file.use(go_on)
-
-
-def test_damaged_running_attempt_fails_no_batch(file: File) -> None:
-    async def body(store: SQLiteStore) -> None:
-        claims = await store.claim(worker="w", limit=2)
-        ids = [claim.attempt.attempt_id for claim in claims]
-        file.change("UPDATE attempts SET data = x'c1' WHERE id >> 14 = 5")
-        assert ids == await store.renew(ids, lease_s=60)
-        await store.append_spans([make_span(claim) for claim in claims])
-        outcomes = [Outcome(attempt_id=each, status="succeeded") for each in ids]
-        assert ["succeeded"] * 2 == [rollout.status for rollout in await store.finish(outcomes)]
-
-    file.use(body)
-
-
-def test_damaged_running_attempt_is_cancelled(file: File) -> None:
-    async def body(store: SQLiteStore) -> None:
-        await store.claim(worker="w")
-        file.change("UPDATE attempts SET data = x'c1' WHERE id >> 14 = 5")
-        assert ["cancelled"] == [rollout.status for rollout in await store.cancel(["q-0"])]
-
-    file.use(body)
-
-
 def test_claim_from_any_experiment_takes_the_oldest(file: File) -> None:
     async def body(store: SQLiteStore) -> None:
         await store.enqueue([Rollout(rollout_id=f"b-{n}", task=n, experiment="abc"[n % 3]) for n in range(6)])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agl import semconv
 from agl.errors import StoreError
 from agl.schemas import Json, ModelCall, Span, pack_ids
+from agl.stores import note_damage
 from agl_store_sqlite.sql.packing import AttemptSpans, Packer, Unpacker, place_spans
 
 
@@ -307,11 +308,18 @@ def test_span_that_cannot_be_stored_is_named_and_nothing_is_built_on_it() -> Non
     assert msgspec.structs.replace(second, sequence=3) == alone.unpack(data, sequence=3)
 
 
-def test_call_that_refers_to_a_later_one_is_damage() -> None:
+def test_call_that_refers_to_a_later_one_is_damage(caplog: pytest.LogCaptureFixture) -> None:
+    note_damage.cache_clear()
     kept = Kept(conversation(2))
     span = Unpacker(kept.fetch, rollout_id="r", number=1).unpack(kept.data[2], sequence=1)
     assert (semconv.UNREADABLE, "r.1", 1, None) == (span.name, span.attempt_id, span.sequence, span.call)
-    assert span.status_message.endswith("the call at sequence 1 refers to one at 1")
+    assert ("r", "8000000000000001", "error") == (span.rollout_id, span.span_id, span.status)
+    assert "the stored span cannot be read: the call at sequence 1 refers to one at 1" == span.status_message
+    loose = Unpacker(kept.fetch, rollout_id="r", number=0).unpack(kept.data[2], sequence=1)
+    assert "" == loose.attempt_id
+    assert [f"span 1 of attempt {of!r} is damaged and cannot be read" for of in ("r.1", "r")] == [
+        message.partition(": ")[0] for message in caplog.messages
+    ]
 
 
 @settings(max_examples=60)

@@ -19,6 +19,15 @@ class TestSQLiteStore(StoreConformance):
     def set_schema_version(self, location: StoreLocation, version: int) -> None:
         execute(location, f"UPDATE agl_schema SET version = {version}")
 
+    def damage(self, location: StoreLocation, rollout_id: str, number: int, data: bytes) -> None:
+        seq = "SELECT seq FROM rollouts WHERE rollout_id = ?"
+        where = (
+            f"attempts SET data = ? WHERE id = ({seq}) << 14 | ?"
+            if number
+            else f"rollouts SET data = ? WHERE seq = ({seq}) | ?"
+        )
+        execute(location, f"UPDATE {where}", data, rollout_id, number)
+
 
 def execute(location: StoreLocation, statement: str, *values: object) -> list[tuple[str, ...]]:
     connection = sqlite3.connect(location.url.removeprefix("sqlite:///"))

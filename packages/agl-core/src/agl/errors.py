@@ -102,12 +102,14 @@ class NotFoundError(StoreError):
     Attributes:
         kind: The kind of thing, such as ``rollout``.
         key: The unknown id.
+        is_damaged: Whether the store has a record with this id that cannot be read; :meth:`Store.delete` removes it.
     """
 
-    def __init__(self, kind: str, key: str, hint: str = "") -> None:
+    def __init__(self, kind: str, key: str, hint: str = "", *, is_damaged: bool = False) -> None:
         super().__init__(f"unknown {kind} {key!r}" + (f"; {hint}" if hint else ""))
         self.kind = kind
         self.key = key
+        self.is_damaged = is_damaged
         self._hint = hint
 
     # Exception's own pickling calls the class with its message, which is one argument where this

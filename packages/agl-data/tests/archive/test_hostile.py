@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 from pyarrow import parquet
 
-from agl.contracts import Metric
+from agl.contracts import Metric, RolloutQuery
 from agl.errors import DatasetError, StoreError
 from agl.schemas import Attempt, Reward, Rollout, Span, decode, encode
 from agl.stores import MemoryStore
@@ -80,6 +81,27 @@ def refused(folder: Path) -> str:
     return asyncio.run(work())
 
 
+def test_part_that_lacks_rows_is_named_and_the_others_are_restored(hostile: Path) -> None:
+    rewrite(hostile, "spans", lambda rows: rows[:-1])
+
+    async def work() -> None:
+        first, store = MemoryStore(), MemoryStore()
+        await record_context(first)
+        await record(first, ids=[2, 3])
+        await archive(first, str(hostile))
+        for is_dry_run, known in ((True, []), (False, ["sums-002", "sums-003"])):
+            with pytest.raises(StoreError) as found:
+                await restore(store, str(hostile), is_dry_run=is_dry_run)
+            assert re.search(
+                r"sums/spans/part-\w+.parquet.* is damaged: it has 3 rows and should have 4", str(found.value)
+            )
+            done = "would restore" if is_dry_run else "restored"
+            assert str(found.value).endswith(f"; {done} 2 rollouts of other parts")
+            assert known == [rollout.rollout_id for rollout in await store.rollouts(RolloutQuery())]
+
+    asyncio.run(work())
+
+
 VICTIM = {"rollout_id": "victim", "attempt_id": "victim.1"}
 
 
@@ -93,6 +115,8 @@ VICTIM = {"rollout_id": "victim", "attempt_id": "victim.1"}
         ("rollouts", forge(Rollout, experiment="other")),
         ("rollouts", forge(Rollout, rollout_id="a/b")),
         ("rollouts", lambda rows: [*rows, *rows]),
+        ("spans", lambda rows: [*rows[:-1], {**rows[-1], "rollout_id": "sums-009"}]),
+        *((table, lambda rows: rows[:-1]) for table in ("spans", "attempts", "rollouts")),
         ("rollouts", lambda rows: [{**row, "record": b"\xc1"} for row in rows]),
         ("rollouts", lambda rows: [{**row, "moved": ["__class__"]} for row in rows]),
         ("rollouts", lambda rows: [{**row, "moved": ["task"], "task": "[" * 100_000} for row in rows]),

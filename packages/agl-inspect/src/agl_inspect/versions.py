@@ -192,8 +192,8 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
     if wanted not in versions:
         wanted = next((c.versions.get(name, wanted) for c in reversed(tried) if c.id == wanted), wanted)
     if wanted not in versions:
-        there = f"the labels {sorted(names)} and {count_of(len(versions), 'version')}"
-        hint = f"there are {there}; see agl resources list {name}"
+        labelled = f" and the labels {', '.join(sorted(names))}" if names else ""
+        hint = f"the resource has {count_of(len(versions), 'version')}{labelled}; see agl resources list {name}"
         hint = did_you_mean(wanted, [*names, *versions], otherwise=hint)
         raise NotFoundError("version", f"{name}@{wanted}", hint)
     version = versions[wanted]
@@ -255,7 +255,8 @@ def _pointing(names: dict[str, str], version: str) -> list[str]:
 
 async def _known(store: Store, name: str) -> str:
     names = sorted(version.name for version in await store.resources())
-    return did_you_mean(name, names, otherwise=f"there are {names}")
+    there = f"there are {', '.join(names)}" if names else "no resource is published in this store"
+    return did_you_mean(name, names, otherwise=there)
 
 
 def compare_arms(old: Arm, new: Arm, *, confidence: float) -> tuple[Comparison, tuple[Arm, Arm], str]:

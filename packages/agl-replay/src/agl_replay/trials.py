@@ -1,6 +1,6 @@
 """Runs a trial of several versions, and reports it: task by task, and each version against the first, paired by task.
 
-A failed rollout counts 0, as in ``agl resources compare``; a successful rollout without a reward is left out.
+A failed rollout counts as 0, as in ``agl resources compare``; a successful rollout without a reward is left out.
 """
 
 import math
@@ -143,7 +143,7 @@ class TriedTask(Record, frozen=True, kw_only=True, omit_defaults=False):
     rollouts: dict[str, list[TriedRollout]]
 
     def scores(self, mark: str) -> list[float]:
-        """Return the rewards on this task of the candidate with the letter ``mark``; a failed rollout counts 0."""
+        """Return the rewards on this task of the candidate with the letter ``mark``; a failed rollout counts as 0."""
         return [each.score for each in self.rollouts[mark] if each.score is not None]
 
     def mean(self, mark: str) -> float | None:

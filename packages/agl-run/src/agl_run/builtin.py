@@ -14,6 +14,7 @@ from agl.urls import base_url_of
 class ExactMatch:
     """Gives 1.0 if the final text equals the task's answer, else 0.0.
 
+    The final text is the last answer of a model, or what the agent returned if no model answer was recorded.
     White space is normalised to single spaces before the comparison, and case is ignored unless ``case`` is true.
     A task without an answer is an error, because its reward would silently be 0; an attempt that ends without any
     text gets 0.0.

@@ -13,7 +13,7 @@ from agl.schemas import ResourceVersion, Span, decode, rollout_id_of
 from agl_store_postgres.connections import Connection
 from agl_store_postgres.partitions import Aim, Partitions, bounds, period_of
 from agl_store_sqlite.sql.changes import LoadedRows
-from agl_store_sqlite.sql.needs import Needs
+from agl_store_sqlite.sql.needs import Needs, queues_of
 from agl_store_sqlite.sql.rows import ATTEMPT_BITS, ROLLOUT, Row, number_of
 
 Rows: TypeAlias = Iterable[Row]
@@ -24,14 +24,17 @@ NOW = b"extract(epoch FROM clock_timestamp())::float8"
 _CLOCK = b"SELECT " + NOW + b", (SELECT min(deadline) FROM attempts WHERE status = 'running')"
 _LOCK_NAMES = b"SELECT pg_advisory_xact_lock(hashtextextended(name, 1)) FROM unnest(%s::text[]) AS c(name)"
 _LOCK_ROLLOUTS = f"SELECT {ROLLOUT} FROM rollouts r WHERE rollout_id = ANY(%s::text[]) ORDER BY seq FOR UPDATE".encode()
-_CURRENT = b"SELECT a.data FROM rollouts r JOIN attempts a ON a.id = r.attempt WHERE r.rollout_id = ANY(%s::text[])"
+_ATTEMPT = "r.rollout_id, a.id, a.status, a.data"
+_CURRENT = (
+    f"SELECT {_ATTEMPT} FROM rollouts r JOIN attempts a ON a.id = r.attempt WHERE r.rollout_id = ANY(%s::text[])"
+).encode()
 _NAMED = (
-    b"SELECT a.data FROM unnest(%s::text[], %s::int[]) AS w(rollout_id, number) "
-    b"JOIN rollouts r ON r.rollout_id = w.rollout_id "
-    + f"JOIN attempts a ON a.id = (r.seq << {ATTEMPT_BITS} | w.number)".encode()
-)
+    f"SELECT {_ATTEMPT} FROM unnest(%s::text[], %s::int[]) AS w(rollout_id, number) "
+    "JOIN rollouts r ON r.rollout_id = w.rollout_id "
+    f"JOIN attempts a ON a.id = (r.seq << {ATTEMPT_BITS} | w.number)"
+).encode()
 _CLAIMED = (
-    f"SELECT {ROLLOUT}, a.data FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
+    f"SELECT {ROLLOUT}, {_ATTEMPT} FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
     "WHERE a.status = 'running' AND a.claim_id = ANY(%s::text[]) ORDER BY a.id"
 ).encode()
 _LAST = (
@@ -57,9 +60,9 @@ _LOCK_LAPSED = (
     "WHERE status = 'running' AND deadline <= %s ORDER BY deadline LIMIT 1000)) ORDER BY seq FOR UPDATE SKIP LOCKED"
 ).encode()
 _LAPSED = (
-    b"SELECT a.data FROM rollouts r JOIN attempts a ON a.id = r.attempt WHERE r.seq = ANY(%s::bigint[]) "
-    b"AND a.status = 'running' AND a.deadline <= %s ORDER BY a.deadline, a.id"
-)
+    f"SELECT {_ATTEMPT} FROM rollouts r JOIN attempts a ON a.id = r.attempt WHERE r.seq = ANY(%s::bigint[]) "
+    "AND a.status = 'running' AND a.deadline <= %s ORDER BY a.deadline, a.id"
+).encode()
 _VERSIONS = (
     b"SELECT v.data FROM unnest(%s::text[], %s::text[]) AS w(name, version) "
     b"JOIN versions v ON v.name = w.name AND v.version = w.version"
@@ -119,7 +122,7 @@ def begin(
         partitions: The partitions of the store's spans, if it has any.
     """
     queries = Queries(db)
-    queues = _queues(needs)
+    queues = queues_of(needs)
     with db.pipeline():
         db.execute(BEGIN)
         queries.send("clock", _CLOCK)
@@ -128,10 +131,7 @@ def begin(
         aim = partitions.aim if partitions is not None and not shards else None
         _query_spans(queries, spans, is_sharded=bool(shards), aim=aim)
         for experiment, limit in queues.items():
-            given = {"experiment = %s": experiment, "shard = ANY(%s::smallint[])": list(shards) or None}
-            wanted = {condition: value for condition, value in given.items() if value is not None}
-            query = _QUEUE.replace("ORDER", "".join(f"AND {condition} " for condition in wanted) + "ORDER").encode()
-            queries.send(f"queue {experiment!r}", query, *wanted.values(), limit)
+            queries.send(f"queue {experiment!r}", *_queue(experiment, shards), limit)
         _query_versions(queries, needs)
         if keys := [key for need in needs for key in need.documents]:
             queries.send("documents", _DOCUMENTS, keys)
@@ -139,6 +139,8 @@ def begin(
             queries.send("numbers", _NUMBERS if partitions is None else _NUMBERS_OF_PERIOD, new)
         queries.send("xid", _XID)
     loaded, xid = _read(queries, queues)
+    for experiment, limit in queues.items():
+        _pass_over_damaged(db, loaded, experiment, shards, limit=limit)
     if aim is not None and spans:
         _aim_again(db, spans, loaded, aim)
     return Begun(rows=loaded, xid=xid, shards={row[0]: row[2] for row in queries.rows("last")} if shards else {})
@@ -151,9 +153,29 @@ def begin_lapsed(db: Connection) -> tuple[LoadedRows, list[str]]:
     loaded = LoadedRows(now=now)
     for row in db.execute(_LOCK_LAPSED, (now,), binary=True).fetchall():
         loaded.put_rollout(row)
-    for (data,) in db.execute(_LAPSED, (list(loaded.seqs.values()), now), binary=True).fetchall():
-        loaded.put_attempt(data)
+    for row in db.execute(_LAPSED, (list(loaded.seqs.values()), now), binary=True).fetchall():
+        loaded.put_attempt(*row)
     return loaded, list(loaded.attempts)
+
+
+def _queue(experiment: str | None, shards: Sequence[int]) -> tuple[Any, ...]:
+    """Return the query for queued rollouts, and its parameters except the last one, which is the limit."""
+    given = {"experiment = %s": experiment, "shard = ANY(%s::smallint[])": list(shards) or None}
+    wanted = {condition: value for condition, value in given.items() if value is not None}
+    query = _QUEUE.replace("ORDER", "".join(f"AND {condition} " for condition in wanted) + "ORDER").encode()
+    return query, *wanted.values()
+
+
+def _pass_over_damaged(
+    db: Connection, loaded: LoadedRows, experiment: str | None, shards: Sequence[int], *, limit: int
+) -> None:
+    """Load more queued rollouts until ``limit`` can be read, or there are no more."""
+    found, most = loaded.queues[experiment], limit
+    while len(found) == most and most - limit < sum(rollout_id in loaded.damaged for rollout_id in found):
+        most *= 2
+        query, *values = _queue(experiment, shards)
+        found = [loaded.put_rollout(row) for row in db.execute(query, (*values, most), binary=True).fetchall()]
+    loaded.queues[experiment] = found
 
 
 def _query_rollouts(queries: Queries, needs: Sequence[Needs]) -> None:
@@ -207,16 +229,6 @@ def _query_versions(queries: Queries, needs: Sequence[Needs]) -> None:
         queries.send("versions", _VERSIONS, [name for name, _ in versions], [version for _, version in versions])
 
 
-def _queues(needs: Sequence[Needs]) -> dict[str | None, int]:
-    """Return the number of queued rollouts that the operations need, by experiment."""
-    queues: dict[str | None, int] = {}
-    for need in needs:
-        if need.queue is not None:
-            experiment, limit = need.queue
-            queues[experiment] = queues.get(experiment, 0) + limit
-    return queues
-
-
 def _put_spans(queries: Queries, loaded: LoadedRows) -> None:
     loaded.last = {row[0]: row[1] or 0 for row in queries.rows("last")}
     loaded.kept = {(attempt, span_id) for attempt, span_id in queries.rows("kept")}
@@ -226,12 +238,12 @@ def _read(queries: Queries, queues: Iterable[str | None]) -> tuple[LoadedRows, s
     ((now, deadline),) = queries.rows("clock")
     loaded = LoadedRows(now=now, next_deadline=math.inf if deadline is None else deadline)
     for row in queries.rows("claimed"):
-        loaded.put_rollout(row[:-1])
-        loaded.put_attempt(row[-1])
+        loaded.put_rollout(row[:-4])
+        loaded.put_attempt(*row[-4:])
     for row in queries.rows("rollouts"):  # after the claimed ones: these rows are locked and therefore current
         loaded.put_rollout(row)
-    for (data,) in queries.rows("attempts"):
-        loaded.put_attempt(data)
+    for row in queries.rows("attempts"):
+        loaded.put_attempt(*row)
     _put_spans(queries, loaded)
     for experiment in queues:
         loaded.queues[experiment] = [loaded.put_rollout(row) for row in queries.rows(f"queue {experiment!r}")]

@@ -12,7 +12,7 @@ from agl.schemas import TERMINAL_ROLLOUT, Attempt, ResourceVersion, Rollout, Spa
 from agl.stores import MAX_SEQUENCE, readable, select, start_of, unknown_attempt
 from agl_store_redis.connections import Server
 from agl_store_redis.layout import list_name
-from agl_store_redis.loading import read_stored
+from agl_store_redis.loading import read_stored, status_of
 from agl_store_redis.scripts import call
 from agl_store_sqlite.sql.packing import Unpacker
 from agl_store_sqlite.sql.rows import MODES, STATUSES, by_status, containing, number_of, read_attempt, readable_page
@@ -81,7 +81,7 @@ class RedisReads:
         for rollout_id, row in zip(ids, rows, strict=True):
             if not row:
                 raise NotFoundError("rollout", rollout_id)
-        return [self._read(_pairs(row)) for row in rows]
+        return [self._read((rollout_id, _pairs(row))) for rollout_id, row in zip(ids, rows, strict=True)]
 
     def _page(self, names: Sequence[str], query: RolloutQuery) -> list[Rollout]:
         """Return a page of the rollouts in the lists ``names``; without names, in the lists of all experiments."""
@@ -96,26 +96,21 @@ class RedisReads:
             "is_newest_first": query.is_newest_first,
         }
 
-        def fetch(limit: int) -> list[Mapping[bytes, bytes]]:
+        def fetch(limit: int) -> list[tuple[str, Mapping[bytes, bytes]]]:
             rows = call(self._server, "page", self._base, msgspec.msgpack.encode({**request, "limit": limit}))
-            return [_pairs(row) for row in rows]
+            return [(rollout_id.decode(), _pairs(row)) for rollout_id, row in rows]
 
         return readable_page(fetch, self._read, query.limit)
 
-    def _read(self, row: Mapping[bytes, bytes]) -> Rollout:
-        _, rollout = read_stored(int(row[b"n"]), row[b"p"], row[b"d"])
+    def _read(self, found: tuple[str, Mapping[bytes, bytes]]) -> Rollout:
+        rollout_id, row = found
+        rollout = read_stored(rollout_id, int(row[b"n"]), row.get(b"p", b""), row.get(b"d", b""))
         numbers = sorted(int(name) for name in row if name.isdigit())
-        status = "lost" if rollout.status == "queued" else rollout.status
         attempts = [
-            read_attempt(
-                row[b"%d" % number],
-                rollout.rollout_id,
-                number=number,
-                status=status if number == rollout.attempts else "lost",
-            )
+            read_attempt(row[b"%d" % number], rollout_id, number=number, status=status_of(rollout, number))
             for number in numbers
         ]
-        self._seen[rollout.rollout_id] = rollout, attempts
+        self._seen[rollout_id] = rollout, attempts
         return rollout
 
     def count_rollouts(self, query: RolloutQuery) -> int:

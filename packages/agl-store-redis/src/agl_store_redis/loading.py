@@ -9,24 +9,24 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from agl.schemas import Attempt, ResourceVersion, Rollout, Span, decode, rollout_id_of
+from agl.schemas import AttemptStatus, ResourceVersion, Rollout, Span, decode, rollout_id_of
 from agl_store_redis.connections import Server
 from agl_store_redis.scripts import call
 from agl_store_sqlite.sql.changes import LoadedRows
-from agl_store_sqlite.sql.needs import Needs
-from agl_store_sqlite.sql.rows import ATTEMPT_BITS, number_of, read_rollout
+from agl_store_sqlite.sql.needs import Needs, queues_of
+from agl_store_sqlite.sql.rows import ATTEMPT_BITS, Row, number_of, read_rollout
 
 HOLD_S = 5
 """Seconds after which a rollout that a transaction took from the queue, but did not claim, is queued again."""
-
-MOST_CLAIMED = 100_000
-"""Largest number of rollouts that one call claims."""
 
 LAPSED = 500
 """Largest number of overdue attempts that one transaction decides."""
 
 Comparison: TypeAlias = tuple[str, str | bytes, str, bytes | int]
 """A kind of key, two names, and the value that the key must have when the transaction ends."""
+
+_Progress: TypeAlias = tuple[int, str, int, int, int, int, float, float]
+"""The version, status, attempts, failures, losses, newest attempt, start and end of a rollout."""
 
 _fresh = count(1 << 48)
 """Temporary numbers of new rollouts, until the server numbers them; each is used once."""
@@ -38,10 +38,11 @@ class Loaded:
 
     Attributes:
         rows: The rows.
-        before: The rollouts as stored, by id.
+        before: The rollouts as stored, by id; of a damaged one, its id, experiment and number of attempts.
         versions: Versions of the rollouts' progress, by id.
         comparisons: Conditions under which the loaded data is unchanged.
-        held: Rollouts that were taken from the queue: their members of the key ``held``, by id.
+        held: Rollouts that were taken from the queue: their members of the key ``held``, by id. Damaged ones are left
+            out, so that they go back to the queue only after :data:`HOLD_S`, and others are claimed meanwhile.
         lapsed: Ids of overdue attempts.
     """
 
@@ -57,6 +58,11 @@ class Loaded:
         """Return true if overdue attempts must be decided before the operations run."""
         return self.rows.next_deadline <= self.rows.now
 
+    @property
+    def is_short(self) -> bool:
+        """Return true if damaged rollouts stood in the queue, in the places of others that can be claimed."""
+        return any(each in self.rows.damaged for ids in self.rows.queues.values() for each in ids)
+
 
 def begin(server: Server, base: str, needs: Sequence[Needs], *, held: Sequence[str] = ()) -> Loaded:
     """Load the data that operations need; if attempts are overdue, only the clock. redis-py's errors pass through.
@@ -70,7 +76,7 @@ def begin(server: Server, base: str, needs: Sequence[Needs], *, held: Sequence[s
     claim_ids = list(dict.fromkeys(claim_id for need in needs for claim_id in need.claim_ids))
     versions = list(dict.fromkeys(version for need in needs for version in need.versions))
     documents = list(dict.fromkeys(key for need in needs for key in need.documents))
-    queues = _queues(needs)
+    queues = queues_of(needs)
     request = {
         "held": held,
         "hold_s": HOLD_S,
@@ -90,7 +96,8 @@ def begin(server: Server, base: str, needs: Sequence[Needs], *, held: Sequence[s
     _put_spans(loaded, answer[5], answer[6])
     for experiment, found in zip(queues, answer[7], strict=True):
         ids = loaded.rows.queues[experiment] = [each.decode() for each in found]
-        loaded.held |= {each: f"{loaded.rows.rollouts[each].experiment}/{each}" for each in ids}
+        rollouts = loaded.rows.rollouts
+        loaded.held |= {each: f"{rollouts[each].experiment}/{each}" for each in ids if each in rollouts}
     loaded.comparisons += [("c", name, "", size) for name, size in zip(claim_ids, answer[8], strict=True)]
     for (name, version), data in zip(versions, answer[9], strict=True):
         if data is not None:
@@ -125,36 +132,33 @@ def _spans(spans: Sequence[Span]) -> list[tuple[str, int, list[str]]]:
     return [(*where, ids) for where, ids in found.items()]
 
 
-def _queues(needs: Sequence[Needs]) -> dict[str | None, int]:
-    """Return the number of queued rollouts that the operations need, by experiment."""
-    queues: dict[str | None, int] = {}
-    for need in needs:
-        if need.queue is not None and need.queue[1]:
-            experiment, limit = need.queue
-            queues[experiment] = min(MOST_CLAIMED, queues.get(experiment, 0) + limit)
-    return queues
-
-
 def _clock(answer: Sequence[bytes]) -> LoadedRows:
     now, deadline = int(answer[0]) + int(answer[1]) / 1e6, answer[2]
     return LoadedRows(now=now, next_deadline=float(deadline) if deadline else math.inf)
 
 
 def _put_rollouts(loaded: Loaded, rows: Sequence[Sequence[bytes]]) -> None:
-    for name, number, progress, data in rows:
+    for name, number, progress, data, experiment in rows:
         rollout_id = name.decode()
         loaded.comparisons.append(("p", rollout_id, "", progress))
-        if progress:
-            version, rollout = read_stored(int(number), progress, data)
-            loaded.rows.rollouts[rollout_id] = loaded.before[rollout_id] = rollout
-            loaded.rows.seqs[rollout_id], loaded.versions[rollout_id] = int(number), version
+        if number:
+            loaded.versions[rollout_id], row = _row(rollout_id, int(number), progress, data)
+            loaded.rows.put_rollout(row)
+            loaded.before[rollout_id] = loaded.rows.rollouts.get(rollout_id) or Rollout(
+                rollout_id=rollout_id, task=None, experiment=experiment.decode(), attempts=row[3]
+            )
 
 
-def _put_attempts(loaded: Loaded, rows: Sequence[bytes]) -> None:
-    for data in rows:
-        attempt = decode(data, Attempt)
-        loaded.rows.attempts[attempt.attempt_id] = attempt
-        loaded.comparisons.append(("a", attempt.rollout_id, str(attempt.number), _digest(data)))
+def _put_attempts(loaded: Loaded, rows: Sequence[tuple[bytes, bytes | int, bytes]]) -> None:
+    for name, number, data in rows:
+        rollout_id = name.decode()
+        loaded.rows.put_attempt(rollout_id, int(number), status_of(loaded.before[rollout_id], int(number)), data)
+        loaded.comparisons.append(("a", rollout_id, str(int(number)), _digest(data)))
+
+
+def status_of(rollout: Rollout, number: int) -> AttemptStatus:
+    """Return the status of an attempt as far as its rollout shows it, for an attempt that cannot be read."""
+    return "lost" if rollout.status == "queued" or number != rollout.attempts else rollout.status
 
 
 def _put_spans(loaded: Loaded, counts: Sequence[Any], kept: Sequence[Any]) -> None:
@@ -179,8 +183,15 @@ def _digest(data: bytes) -> bytes:
     return sha1(data, usedforsecurity=False).hexdigest().encode()
 
 
-def read_stored(number: int, progress: bytes, data: bytes) -> tuple[int, Rollout]:
-    """Read a rollout from its parts; returns the version of its progress, and the rollout."""
-    version, status, attempts, failures, losses, attempt, started_at, finished_at = msgspec.msgpack.decode(progress)
-    row = number, f"number {number}", status, attempts, failures, losses, attempt or None, started_at, finished_at, data
-    return version, read_rollout(row)
+def read_stored(rollout_id: str, number: int, progress: bytes, data: bytes) -> Rollout:
+    """Read a rollout from its parts; raises :class:`~agl.errors.NotFoundError` if they are damaged."""
+    return read_rollout(_row(rollout_id, number, progress, data)[1])
+
+
+def _row(rollout_id: str, number: int, progress: bytes, data: bytes) -> tuple[int, Row]:
+    """Return the version of a rollout's progress, and the row that :func:`read_rollout` reads."""
+    try:
+        version, status, *counts, attempt, started_at, finished_at = msgspec.msgpack.decode(progress, type=_Progress)
+    except msgspec.DecodeError:
+        version, status, *counts, attempt, started_at, finished_at = 0, "damaged", 0, 0, 0, 0, 0.0, 0.0
+    return version, (number, rollout_id, status, *counts, attempt or None, started_at, finished_at, data)

@@ -91,6 +91,8 @@ class BatchWriter:
         while True:
             loaded = self._repeated(lambda server: begin(server, self._target.base, needs, held=self._held))
             self._held = list(loaded.held.values())
+            if loaded.is_short:
+                continue
             if not loaded.is_overdue:
                 return loaded
             lapsed = self._repeated(lambda server: begin_lapsed(server, self._target.base))

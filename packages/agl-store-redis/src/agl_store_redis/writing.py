@@ -3,9 +3,11 @@
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from agl.contracts import Statistics
 from agl.schemas import Rollout, attempt_id_of, encode
@@ -14,7 +16,7 @@ from agl_store_redis.layout import list_name
 from agl_store_redis.loading import Loaded
 from agl_store_redis.scripts import call
 from agl_store_sqlite.sql.loaded_tables import LoadedTables
-from agl_store_sqlite.sql.rows import ATTEMPT_BITS, NUMBER_MASK, STATUSES
+from agl_store_sqlite.sql.rows import ATTEMPT_BITS, MODES, NUMBER_MASK, STATUSES
 from agl_store_sqlite.sql.statistics import additions, statistics_row
 
 Part: TypeAlias = bytes | str | int | float
@@ -93,12 +95,15 @@ class Commit:
             for name in (f"r/{rollout_id}", *(f"{kind}/{each}" for each in spans for kind in "si")):
                 self._put("UNLINK", name)
             self._put("FORGET", rollout_id)
-            for name, _ in _lists(before):
+            # Of the rollouts that can be read, only finished ones are removed.
+            for name, _ in _lists(before) if before.is_finished else _every_list(before):
                 self._sorted[name][rollout_id] = None
 
     def _prune(self) -> None:
         """Let the server forget the lists that are empty now."""
-        names = dict.fromkeys(f"{each.experiment}/{each.mode}/{status}" for each in self._gone() for status in STATUSES)
+        names = dict.fromkeys(
+            f"{each.experiment}/{mode}/{status}" for each in self._gone() for mode in MODES for status in STATUSES
+        )
         self._put_all("PRUNE", values=list(names))
 
     def _gone(self) -> Iterator[Rollout]:
@@ -223,6 +228,14 @@ def _lists(rollout: Rollout) -> Iterable[tuple[str, float]]:
     yield "ids", 0.0
     if rollout.group_id:
         yield f"g/{rollout.group_id}", 0.0
+
+
+def _every_list(damaged: Rollout) -> Iterable[tuple[str, float]]:
+    """Yield all lists that may hold a damaged rollout, except that of its group."""
+    for mode, status in product(MODES, STATUSES):
+        yield from _lists(replace(damaged, mode=mode, status=status))
+    yield "q", 0.0
+    yield f"q/{damaged.experiment}", 0.0
 
 
 def _progress(rollout: Rollout, version: int) -> bytes:

@@ -242,9 +242,8 @@ class SQLiteTables:
         self._db.executemany("DELETE FROM documents WHERE key = ?", ((key,) for key in keys))
 
     def _rollout(self, row: Row) -> Rollout:
-        rollout = read_rollout(row)
-        self._seqs[rollout.rollout_id] = row[0]
-        return rollout
+        self._seqs[row[1]] = row[0]
+        return read_rollout(row)
 
     def _claim(self, row: Row) -> Claim:
         *of, attempt, status, data = row

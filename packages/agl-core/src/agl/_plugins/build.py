@@ -97,6 +97,7 @@ def check_contract(made: Any, entry: Entry, component: str, source: Source) -> N
         has = {name for base in made.__mro__ for name in vars(base)}  # not by hasattr: every class can be called
         # Objects may get attributes, and with __getattr__ methods, that their class does not have.
         names = [name for name in names if inspect.isfunction(required[name]) and "__getattr__" not in has]
+        has.difference_update(getattr(made, "__abstractmethods__", ()))  # inherited from the contract, and empty
     else:
         has = {name for name in names if hasattr(made, name)}
     lacking = [name for name in names if name not in has]

@@ -298,7 +298,8 @@ class Store(Protocol):
     async def delete(self, rollout_ids: Sequence[str]) -> int:
         """Remove finished rollouts with their attempts and spans; returns the number of removed rollouts.
 
-        If a rollout is not finished, it raises :class:`~agl.errors.ConflictError` and removes nothing.
+        If a rollout is not finished, it raises :class:`~agl.errors.ConflictError` and removes nothing. A rollout whose
+        record cannot be read is removed in any state; its numbers stay in the statistics.
         """
         ...
 

@@ -1,5 +1,6 @@
 """Contracts of recording: tracers report actors, upstreams are targets of calls, responders replace the model."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -17,9 +18,11 @@ class Tracer(Protocol):
     this class to inherit the optional methods, which are all but :meth:`install` and :meth:`uninstall`.
     """
 
+    @abstractmethod
     def install(self) -> None:
         """Start observing the framework; idempotent. The agent's module may be imported before or after."""
 
+    @abstractmethod
     def uninstall(self) -> None:
         """Restore everything that :meth:`install` changed; idempotent."""
 

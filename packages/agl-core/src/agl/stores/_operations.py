@@ -211,7 +211,16 @@ def append_spans(tables: Tables, spans: Sequence[Span]) -> None:
 
 def delete(tables: Tables, rollout_ids: Sequence[str]) -> int:
     """See :meth:`agl.contracts.Store.delete`."""
-    found = {rollout_id: need_rollout(tables, rollout_id) for rollout_id in rollout_ids}
+    found: dict[str, Rollout] = {}
+    damaged: dict[str, Rollout] = {}
+    for rollout_id in rollout_ids:
+        try:
+            found[rollout_id] = need_rollout(tables, rollout_id)
+        except NotFoundError as error:
+            if not error.is_damaged:
+                raise
+            # Its share stays in the statistics, because only its record says to which step it belongs.
+            damaged[rollout_id] = Rollout(rollout_id=rollout_id, task=None)
     unfinished = [rollout_id for rollout_id, rollout in found.items() if not rollout.is_finished]
     if unfinished:
         raise ConflictError(
@@ -219,9 +228,9 @@ def delete(tables: Tables, rollout_ids: Sequence[str]) -> int:
             "finished; nothing was deleted: cancel them first, or wait until they finish"
         )
     shares = [share_of(rollout, _deciding(tables, rollout)) for rollout in found.values()]
-    tables.remove(list(found.values()))
+    tables.remove([*found.values(), *damaged.values()])
     tables.add_statistics([share.negative for share in shares])
-    return len(found)
+    return len(found) + len(damaged)
 
 
 def _deciding(tables: Tables, rollout: Rollout) -> Attempt | None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from agl.hints import count_of
 from agl.schemas import encode, from_json, to_json
 from agl_data.archive.layout import FORMAT, damaged, newer
 from agl_data.archive.places import Place
@@ -114,7 +115,9 @@ def write_table(path: Path, columns: Mapping[str, Kind], rows: Iterable[Row]) ->
         writer.close()
 
 
-def read_rows(path: Path, columns: Mapping[str, Kind], *, place: Place, name: str) -> Iterator[Row]:
+def read_rows(
+    path: Path, columns: Mapping[str, Kind], *, place: Place, name: str, count: int | None = None
+) -> Iterator[Row]:
     """Read columns of an archive's file from its local copy, row by row.
 
     Args:
@@ -122,14 +125,18 @@ def read_rows(path: Path, columns: Mapping[str, Kind], *, place: Place, name: st
         columns: The columns to read.
         place: The archive, for messages.
         name: The file's name in the archive, for messages.
+        count: The number of rows that the file must have; ``None`` for any number.
 
     Raises:
-        StoreError: The file is not Parquet, is damaged, or lacks a column.
+        DamagedArchiveError: The file is not Parquet, is damaged, or lacks a column or rows.
         SchemaVersionError: A newer release wrote the file.
     """
     try:
         with _parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20) as file:
             _check(file.schema_arrow, columns, place, name)
+            if count not in (None, file.metadata.num_rows):
+                rows = count_of(file.metadata.num_rows, "row")
+                raise damaged(place, name, f"it has {rows} and should have {count:,}")
             largest = _largest_chunk(file.metadata)
             if largest > _MOST:
                 raise damaged(place, name, f"it has values of {largest >> 20:,} MiB, and {_MOST >> 20} are allowed")

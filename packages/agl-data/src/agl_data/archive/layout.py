@@ -182,9 +182,13 @@ def folders(place: Place) -> list[Folder]:
     return [Folder(place, name) for name in place.names() if not name.startswith(".") and name != MARK]
 
 
-def damaged(place: Place, name: str, what: str) -> StoreError:
+class DamagedArchiveError(StoreError):
+    """A file of an archive is missing or damaged."""
+
+
+def damaged(place: Place, name: str, what: str) -> DamagedArchiveError:
     """Make the error for a damaged file; ``what`` says how it is damaged."""
-    return StoreError(
+    return DamagedArchiveError(
         f"{name!r} in the archive {place.shown} is damaged: {what}; bring the file back from a copy of the archive, "
         "and repeat the command"
     )

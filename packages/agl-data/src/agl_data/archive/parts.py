@@ -156,6 +156,9 @@ class PartReader:
             if (rollout.rollout_id, rollout.experiment) != (row["rollout_id"], self._manifest.experiment):
                 raise self._damaged("rollouts", f"the row {row['rollout_id']!r} holds {rollout.rollout_id!r}")
             yield recording
+        for table, group in ahead.items():
+            if group is not None:
+                raise self._damaged(table, f"it has rows of {group[0]!r}, which is not among the rollouts")
 
     def _read(self, table: str, rows: Iterable[Row], read: Callable[[Row], R], *key: str) -> list[R]:
         """Decode the records of a rollout in a table, in which each key may come once."""
@@ -186,7 +189,8 @@ class PartReader:
 
     def _rows(self, table: str, columns: dict[str, Kind]) -> Iterator[Row]:
         name = self._folder.file(table, self._manifest.part)
-        return read_rows(self._paths[table], columns, place=self._folder.place, name=name)
+        count = self._manifest.files[table].rows
+        return read_rows(self._paths[table], columns, place=self._folder.place, name=name, count=count)
 
 
 def content_of(recording: Recording) -> bytes:

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from agl.contracts import Recording
 from agl.errors import ConfigError, ConflictError, NotFoundError
-from agl.hints import did_you_mean
+from agl.hints import count_of, did_you_mean
 from agl.schemas import Record
 from agl.stores import TableStore
 from agl_data.archive.context import restore_context
-from agl_data.archive.layout import Folder, Manifest, folders, open_archive
+from agl_data.archive.layout import DamagedArchiveError, Folder, Manifest, folders, open_archive
 from agl_data.archive.parts import PartReader, content_of
 from agl_data.archive.places import Place
 from agl_data.archive.stored import chunks, read_known, rollouts_there
@@ -100,19 +100,27 @@ async def restore_parts(
 
     Raises:
         ConflictError: The store has a rollout, version or label with other contents.
-        StoreError: A file of the archive is damaged.
+        DamagedArchiveError: Files of the archive are damaged. Their parts are left out, and the others restored.
     """
+    found: list[str] = []
     done = Restored(experiments=sorted({part.manifest.experiment for part in parts}))
     for experiment, folder in {part.manifest.experiment: part.folder for part in parts}.items():
         if not is_dry_run:
             await restore_context(folder, store, experiment=experiment)
     for part in parts:
-        with await asyncio.to_thread(PartReader, part.folder, part.manifest) as reader:
-            known = await _known(store, part, reader)
+        try:
+            with await asyncio.to_thread(PartReader, part.folder, part.manifest) as reader:
+                known = await _known(store, part, reader)
+                if not is_dry_run:
+                    await _restore(store, part, reader, known)
+        except DamagedArchiveError as error:
+            found.append(str(error))
+        else:
             done = replace(done, rollouts=done.rollouts + part.wanted - len(known), known=done.known + len(known))
-            if not is_dry_run:
-                await _restore(store, part, reader, known)
-            tell(part.wanted)
+        tell(part.wanted)
+    if found:
+        others = f"{'would restore' if is_dry_run else 'restored'} {count_of(done.rollouts, 'rollout')} of other parts"
+        raise DamagedArchiveError("; ".join([*found, others]))
     return done
 
 

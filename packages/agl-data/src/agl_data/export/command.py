@@ -13,6 +13,7 @@ import msgspec
 from agl import PluginManager
 from agl.contracts import RolloutQuery, SpanQuery, Store
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl.schemas import (
     PromptTemplate,
     ResourceVersion,
@@ -115,8 +116,8 @@ def export(
         return count
 
     count = with_store(manager, store_url, work)
-    unit = "lines" if form in FORMATS else "records"
-    click.echo(f"{count} {unit} of {form} written to {_shown(output)}", err=True)
+    written = count_of(count, "line" if form in FORMATS else "record")
+    click.echo(f"{written} of {form} written to {_shown(output)}", err=True)
 
 
 def _export_resources(

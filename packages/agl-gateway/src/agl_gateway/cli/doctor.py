@@ -32,7 +32,7 @@ from agl.urls import base_url_of, shown_url
 from agl_gateway.access.worker_tokens import ADMIN_ENV, named_keys
 from agl_gateway.processes.announcement import GATEWAYS, gateways_of
 from agl_gateway.record.spool_file import SpoolReport, default_folder, spools_in
-from agl_gateway.relay.routing import proxy_for
+from agl_gateway.relay.routing import exemption, proxy_for
 from agl_inspect.keys import state_dir
 from agl_inspect.stores import SQLITE, as_url, build_store
 from agl_inspect.terminal.opening import pass_manager, resolve_url, with_store
@@ -218,7 +218,8 @@ def models(urls: Mapping[str, str]) -> Iterator[Finding]:
     """Report the environment's proxies, and which base URLs are wrong or asked through a proxy; by check."""
     proxies = getproxies_environment()
     for scheme in sorted(proxies.keys() & {"http", "https"}):
-        text = f"model servers at {scheme}:// are asked through {shown_url(proxies[scheme])}, except those in NO_PROXY"
+        exempt = f"NO_PROXY, which is {proxies['no']!r}" if "no" in proxies else "NO_PROXY, which is not set"
+        text = f"model servers at {scheme}:// are asked through {shown_url(proxies[scheme])}, except those in {exempt}"
         yield _ok(f"proxy for {scheme}", text)
     for check, given in urls.items():
         try:
@@ -226,8 +227,9 @@ def models(urls: Mapping[str, str]) -> Iterator[Finding]:
         except ConfigError as error:
             yield _wrong(check, str(error))
         else:
-            proxy = shown_url(proxy_for(url, proxies))
-            yield _ok(check, f"{shown_url(url)} is asked " + (f"through the proxy {proxy}" if proxy else "directly"))
+            proxy, entry = shown_url(proxy_for(url, proxies)), exemption(url, proxies)
+            direct = f"directly (NO_PROXY has {entry})" if entry else "directly"
+            yield _ok(check, f"{shown_url(url)} is asked " + (f"through the proxy {proxy}" if proxy else direct))
 
 
 def disks(patient: Patient) -> Iterator[Finding]:

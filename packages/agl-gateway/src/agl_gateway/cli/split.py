@@ -46,7 +46,7 @@ def split_(
     """Report the rewards of the arms of a serving split.
 
     LABELS are the arms, the baseline first; by default production and candidate. The report counts finished rollouts
-    that a split divided between the versions that the labels name now. A failed rollout counts 0, and one without a
+    that a split divided between the versions that the labels name now. A failed rollout counts as 0, and one without a
     reward is left out. With --promote the first label moves to the second one's version of NAME, if that is better.
     """
     names = labels or _DEFAULT

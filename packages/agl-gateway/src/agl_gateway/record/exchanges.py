@@ -4,8 +4,11 @@ An exchange becomes one ``chat`` span per sampled choice, following OpenTelemetr
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+
+import msgspec
 
 from agl import semconv
 from agl.contracts import Upstream
@@ -78,7 +81,8 @@ class CallRecord:
         route: The destination; ``None`` until it is decided.
         model_version: The version that serves the call.
         start_ns: Unix nanoseconds at the request's last byte.
-        exchange: Request and response; ``None`` until the call has ended, and again once its spans are made.
+        exchange: The request and how it ended; ``None`` until the call has ended, and again once its spans are made.
+        parts: The response, as it arrived: joining a large one takes the recorder's thread, not the event loop's.
         size: Total bytes of the call's request and response, once it has ended.
         number: The recorder's number for the call; 0 until the call has ended.
     """
@@ -90,6 +94,7 @@ class CallRecord:
     start_ns: int = field(default_factory=time.time_ns)
     started: float = field(default_factory=time.perf_counter)
     exchange: Exchange | None = None
+    parts: Sequence[bytes] = ()
     size: int = 0
     number: int = 0
 
@@ -104,22 +109,22 @@ class CallRecord:
         return _NO_UPSTREAM if self.route is None else self.route.target.upstream
 
     def end(
-        self, body: bytes, *, status: int, first_byte: float = 0.0, error: str = "", is_complete: bool = True
+        self, parts: Sequence[bytes], *, status: int, first_byte: float = 0.0, error: str = "", is_complete: bool = True
     ) -> None:
         """Complete the record with the response.
 
         Args:
-            body: The decompressed bytes of the response.
+            parts: The decompressed bytes of the response.
             first_byte: When a streamed response began, by :func:`time.perf_counter`; 0 for a response that is not
                 streamed.
         """
         latency_s = time.perf_counter() - self.started
-        self.size = len(self.outgoing.request.body) + len(body)
+        self.parts = parts
+        self.size = len(self.outgoing.request.body) + sum(map(len, parts))
         self.exchange = Exchange(
             request=self.outgoing.request,
             request_id=self.context.request_id,
             status=status,
-            response=body,
             is_streamed=first_byte > 0.0,
             is_complete=is_complete,
             latency_s=latency_s,
@@ -149,7 +154,7 @@ def spans_of(record: CallRecord) -> list[Span]:
     }
     return chat_spans(
         calls_of(
-            exchange,
+            msgspec.structs.replace(exchange, response=b"".join(record.parts)),
             policy=policy_of(record.upstream),
             model_version=record.model_version,
             want_ids=record.upstream.is_trained,

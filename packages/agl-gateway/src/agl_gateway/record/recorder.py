@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _MAX_QUEUED = 2048
 _MAX_BYTES = 64 * 1024 * 1024
 _BATCH = 64
-_LARGE = 4 * 1024 * 1024
+_LARGE = 256 * 1024
 """Bytes from which a call is parsed in a thread, so that the event loop serves other requests meanwhile."""
 
 _MAX_FAILURES = 10_000
@@ -265,7 +265,7 @@ class Recorder:
         parsed: list[tuple[CallRecord, list[Span]]] = []
         for queued in batch:
             parsed.append((queued, await self._parse(queued)))
-            queued.exchange = None  # the spans have what it held
+            queued.exchange, queued.parts = None, ()  # the spans have their content
             await asyncio.sleep(0)
         if self.spool is not None:
             await self._keep(self.spool, parsed)

@@ -5,6 +5,8 @@ record.
 """
 
 import asyncio
+import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -34,6 +36,9 @@ ATTEMPT_HEADER = "x-agl-attempt-id"
 """Header that names the attempt to a server of this project, which gives every attempt its turn."""
 
 _MAX_DROPPED = 200
+_SEND_BUFFER = 128 * 1024
+"""Bytes of a stream that wait in the operating system for a client that reads slowly; it would take 4 MiB."""
+
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
 
 
@@ -78,13 +83,13 @@ class Relay:
                     answer.response.close()
         except Problem as problem:
             body = problem_body(problem, record.outgoing.request.dialect)
-            number = self._record(record, owner, body, status=problem.status, error=str(problem))
+            number = self._record(record, owner, [body], status=problem.status, error=str(problem))
             await self._wait_durable(number)
             reply = problem_response(problem, record.outgoing.client_api)
             reply.headers.update(_own_headers(record, owner))
             return reply
         except asyncio.CancelledError:
-            self._record(record, owner, b"", status=0, error=_CLIENT_LEFT, is_complete=False)
+            self._record(record, owner, [], status=0, error=_CLIENT_LEFT, is_complete=False)
             raise
 
     async def _read(self, request: web.BaseRequest, endpoint: str, translation: Translation | None) -> Outgoing:
@@ -159,7 +164,7 @@ class Relay:
             return await self._pass_stream_on(request, answer, record, owner, headers)
         status, translation = answer.response.status, record.outgoing.translation
         body = answer.body
-        number = self._record(record, owner, body, status=status)
+        number = self._record(record, owner, [body], status=status)
         await self._wait_stored(number, owner)
         if translation is None:
             return web.Response(body=body, status=status, headers=headers)
@@ -185,6 +190,7 @@ class Relay:
         number, error = 0, _CLIENT_LEFT
         try:
             await reply.prepare(request)
+            _hold_back(request)
             error = await pump.run()
         except ConnectionError:
             return reply
@@ -213,7 +219,7 @@ class Relay:
         self,
         record: CallRecord,
         owner: Owner,
-        body: bytes,
+        parts: Sequence[bytes],
         *,
         status: int,
         first_byte: float = 0.0,
@@ -226,7 +232,7 @@ class Relay:
         """
         if record.number or not owner.is_recorded:
             return 0
-        record.end(body, status=status, first_byte=first_byte, error=error, is_complete=is_complete)
+        record.end(parts, status=status, first_byte=first_byte, error=error, is_complete=is_complete)
         return self.recorder.put(record)
 
     async def _wait_stored(self, number: int, owner: Owner) -> None:
@@ -244,6 +250,14 @@ class Relay:
     async def _wait_durable(self, number: int) -> None:
         if self.recorder.spool is not None:
             await self.recorder.durable(number)
+
+
+def _hold_back(request: web.BaseRequest) -> None:
+    """Limit what the operating system takes for a client that reads slowly, so that the answer is not read ahead."""
+    connection: socket.socket | None = request.get_extra_info("socket")
+    if connection is not None:
+        with suppress(OSError):  # the client has left
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
 
 
 def _own_headers(record: CallRecord, owner: Owner) -> dict[str, str]:

@@ -7,12 +7,14 @@ than the others passes calls on to the rollout's next server.
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from ipaddress import ip_address, ip_network
 from urllib.parse import urlsplit
-from urllib.request import proxy_bypass
 
 from agl.contracts import Upstream
 from agl.errors import ConfigError
@@ -130,11 +132,30 @@ def proxy_for(url: str, proxies: Mapping[str, str]) -> str:
     Args:
         proxies: The proxies of the environment by scheme, from :func:`urllib.request.getproxies_environment`.
     """
-    parts = urlsplit(url)
-    proxy = proxies.get(parts.scheme, "")
-    if not proxy or is_loopback(url) or proxy_bypass(parts.netloc.rpartition("@")[2]):
+    proxy = proxies.get(urlsplit(url).scheme, "")
+    if not proxy or is_loopback(url) or exemption(url, proxies):
         return ""
     return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def exemption(url: str, proxies: Mapping[str, str]) -> str:
+    """Return the first entry of ``NO_PROXY`` that names the server of ``url``; ``""`` for none.
+
+    An entry is a host, which includes the hosts below it, an address or a network such as ``10.0.0.0/8``; a host or an
+    address may have a port. ``*`` names every server.
+    """
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    entries = re.split(r"[,\s]+", proxies.get("no", ""))
+    return next((entry for entry in entries if entry and _names(entry.lower(), host, port)), "")
+
+
+def _names(entry: str, host: str, port: int) -> bool:
+    with suppress(ValueError):  # of a host or an entry that is not an address
+        return ip_address(host) in ip_network(entry.strip("[]"), strict=False)
+    name, _, only = entry.rpartition(":") if re.search(r":\d+$", entry) else (entry, "", "")
+    name = name.strip("[]").removeprefix("*").lstrip(".")
+    return only in ("", str(port)) and (not name or f".{host}".endswith(f".{name}"))
 
 
 def _target(upstream: Upstream, environ: Mapping[str, str]) -> UpstreamTarget:

@@ -71,6 +71,9 @@ _CONNECT_PAUSE_S = 0.1
 _IN_PARTS = 1024 * 1024
 """Size in bytes from which a body is sent in parts, so that the event loop serves other requests in between."""
 
+_READ_AHEAD = 64 * 1024
+"""Half the bytes that are read ahead of a client, for each of perhaps hundreds of clients that read slowly."""
+
 _NOT_FOUND = 404
 
 
@@ -84,7 +87,7 @@ def make_session(*, timeout_s: float) -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("Accept-Encoding", "User-Agent", "Accept"),
-        read_bufsize=256 * 1024,
+        read_bufsize=_READ_AHEAD,
         auto_decompress=False,
     )
 
@@ -330,15 +333,15 @@ async def decompressed(response: aiohttp.ClientResponse, *, limit: int) -> Async
     try:
         while data:
             data = await response.content.readany()
-            if inflater is None:
-                pieces = iter((data,))
-            else:
-                await asyncio.sleep(0)  # the event loop serves other requests between the pieces
+            pieces = iter((data,))
+            if inflater is not None:
                 pieces = inflater.feed(data) if data else inflater.end()
             for piece in filter(None, pieces):
                 if (size := size + len(piece)) > limit:
                     raise _too_large(limit)
                 yield piece
+                if inflater is not None:
+                    await asyncio.sleep(0)  # the event loop serves other requests between the pieces
     except INFLATE_ERRORS as error:
         raise _unreadable(f"is not the {encoding} that its content-encoding header says ({error})") from error
 
@@ -475,10 +478,10 @@ class Pump:
                 self._end.feed(chunk)
             await self._pass(chunk if self.translation is None else self.translation.feed(chunk))
 
-    def taken(self) -> bytes:
-        """Return the bytes from the backend, and forget them."""
+    def taken(self) -> list[bytes]:
+        """Return the bytes from the backend, as they arrived, and forget them."""
         chunks, self.chunks = self.chunks, []
-        return b"".join(chunks)
+        return chunks
 
     async def _cut(self, problem: Problem) -> str:
         """End the client's stream with an error event of its API; returns the error."""

@@ -73,13 +73,14 @@ METHODS: dict[str, Method] = {
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An error as sent over HTTP: the exception's type and message.
 
-    For an unknown id, ``kind`` and ``key`` say what was not found.
+    For an unknown id, ``kind`` and ``key`` say what was not found, and ``is_damaged`` that it cannot be read.
     """
 
     type: str
     message: str
     kind: str = ""
     key: str = ""
+    is_damaged: bool = False
 
 
 def fault_of(error: errors.AglError) -> Fault:
@@ -90,6 +91,7 @@ def fault_of(error: errors.AglError) -> Fault:
         message=str(error),
         kind=found.kind if found else "",
         key=found.key if found else "",
+        is_damaged=found is not None and found.is_damaged,
     )
 
 
@@ -102,7 +104,7 @@ def error_of(fault: Fault) -> errors.AglError:
     """Return the exception that ``fault`` describes; an unknown type becomes a :class:`StoreError`."""
     if fault.type == "NotFoundError":
         hint = fault.message.partition("; ")[2]
-        return NotFoundError(fault.kind, fault.key, hint)
+        return NotFoundError(fault.kind, fault.key, hint, is_damaged=fault.is_damaged)
     found: object = getattr(errors, fault.type, None)
     if isinstance(found, type) and issubclass(found, errors.AglError):
         return found(fault.message)

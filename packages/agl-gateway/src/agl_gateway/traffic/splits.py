@@ -7,7 +7,7 @@ with its arm; a label that moves later does not affect it.
 
 :func:`split_report` compares the rewards of the arms, as evidence for a promotion. It counts rollouts that a split
 assigned while the labels named the same versions as now, so all arms served the same traffic at the same time.
-Conversations count from their first call on, other rollouts once they are finished. A failed rollout counts 0. A
+Conversations count from their first call on, other rollouts once they are finished. A failed rollout counts as 0. A
 rollout without a reward is left out, and the report gives the number of such rollouts.
 """
 
@@ -61,14 +61,14 @@ class Split(Record, frozen=True, kw_only=True):
 def parse_split(text: str) -> Split:
     """Parse a split from ``LABEL=SHARE,LABEL=SHARE,...``; raises :class:`ConfigError`."""
     shares: dict[str, float] = {}
+    if "," not in text:
+        raise ConfigError(f"--split {text!r} has one arm and needs two or more; {_EXAMPLE}")
     for part in text.split(","):
         label, _, number = (piece.strip() for piece in part.partition("="))
         if not LABEL.fullmatch(label) or label in shares:
             why = "is given twice" if label in shares else "may hold letters, digits, '_', '.' and '-' only"
             raise ConfigError(f"--split {text!r}: the label {label!r} {why}; {_EXAMPLE}")
         shares[label] = _share(text, label, number)
-    if len(shares) < 2:
-        raise ConfigError(f"--split {text!r} has one arm and needs two or more; {_EXAMPLE}")
     total = sum(shares.values())
     if abs(total - 1.0) > 1e-9:
         raise ConfigError(f"--split {text!r}: the shares add up to {total:g} and must add up to 1; {_EXAMPLE}")

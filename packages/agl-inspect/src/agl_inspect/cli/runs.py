@@ -13,7 +13,7 @@ import msgspec
 
 from agl import PluginManager
 from agl.contracts import RolloutQuery, Store
-from agl.errors import ConfigError, ConflictError
+from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.hints import count_of
 from agl.schemas import Record, Reward, Rollout
 from agl.stores import read_recordings
@@ -42,7 +42,7 @@ from agl_inspect.terminal.opening import (
 )
 from agl_inspect.terminal.output import print_json, print_table, when
 from agl_inspect.terminal.program import OpenGroup
-from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query, seconds_of
+from agl_inspect.terminal.query import check_experiment, filter_options, find, find_ids, make_query, seconds_of
 from agl_inspect.text import short
 from agl_store_sqlite.sql.compaction import Compaction, Measured
 
@@ -144,12 +144,13 @@ def _refuse_options(ctx: click.Context) -> None:
 @click.option("--force", is_flag=True, help="Also remove rollouts of an experiment that could still be resumed.")
 @pass_manager
 def remove(manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str | None, force: bool) -> None:
-    """Remove finished rollouts by id.
+    """Remove finished and damaged rollouts by id.
 
-    Their attempts and spans are removed too. A unique beginning of an id is enough.
+    Their attempts and spans are removed too. A unique beginning of an id is enough, unless the rollout is damaged.
     """
-    count = with_store(manager, store_url, lambda store: _remove(store, rollout_ids, force=force))
-    click.echo(f"removed {count_of(count, 'rollout')}")
+    count, damaged = with_store(manager, store_url, lambda store: _remove(store, rollout_ids, force=force))
+    named = f", {len(damaged)} of them damaged: {', '.join(damaged)}" if damaged else ""
+    click.echo(f"removed {count_of(count, 'rollout')}{named}")
 
 
 @runs.command("rate")
@@ -310,16 +311,26 @@ def _row(item: ListedRollout) -> tuple[str, ...]:
     return rollout.rollout_id, rollout.experiment, rollout.mode, rollout.status, tries, reward, created, task
 
 
-async def _remove(store: Store, names: Sequence[str], *, force: bool) -> int:
-    rollout_ids = tuple(dict.fromkeys(await find_ids(store, names)))
+async def _remove(store: Store, names: Sequence[str], *, force: bool) -> tuple[int, list[str]]:
+    """Remove rollouts; returns their number, and the ids of those that were damaged."""
+    found: dict[str, Rollout] = {}
+    damaged: list[str] = []
+    for name in dict.fromkeys(names):
+        try:
+            rollout = await find(store, name)
+            found[rollout.rollout_id] = rollout
+        except NotFoundError as error:
+            if not error.is_damaged:
+                raise
+            damaged.append(error.key)
     running = set[str]() if force else await unfinished_experiments(store)
-    for rollout in await store.rollouts(RolloutQuery(ids=rollout_ids, limit=len(rollout_ids))):
+    for rollout in found.values():
         if rollout.experiment in running:
             raise ConflictError(
                 f"the rollout {rollout.rollout_id} belongs to the experiment {rollout.experiment!r}, which is not "
                 "finished and needs it to resume; finish the experiment, or pass --force"
             )
-    return await store.delete(rollout_ids)
+    return await store.delete([*found, *damaged]), damaged
 
 
 @runs.command()

@@ -379,6 +379,8 @@ def _rollout(found: ShownRollout, contents: Contents) -> Iterator[str]:
     rollout = found.rollout
     yield f"{rollout.rollout_id}: {rollout.status}, {rollout.mode}, experiment {rollout.experiment or '-'}"
     yield f"created {when(rollout.created_at)} UTC, group {rollout.group_id or '-'}, task {short(rollout.task, 100)}"
+    if rollout.resources:
+        yield f"with {', '.join(f'{name}@{version}' for name, version in sorted(rollout.resources.items()))}"
     if contents.is_full:
         yield from contents.text("task", rollout.task)
     for attempt in found.attempts:

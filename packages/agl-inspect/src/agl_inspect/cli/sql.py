@@ -124,7 +124,8 @@ TABLES: dict[str, tuple[str, ...]] = {
         *("rollout_id TEXT", "experiment TEXT", "run INTEGER", "algorithm TEXT", "step INTEGER", "mode TEXT"),
         *("status TEXT", "group_id TEXT", "reward REAL", "calls INTEGER", "prompt_tokens INTEGER"),
         *("response_tokens INTEGER", "cached_tokens INTEGER", "attempts INTEGER", "failures INTEGER"),
-        *("losses INTEGER", "created_at REAL", "started_at REAL", "finished_at REAL", "task TEXT", "metadata TEXT"),
+        *("losses INTEGER", "created_at REAL", "started_at REAL", "finished_at REAL", "task TEXT"),
+        *("metadata TEXT", "resources TEXT"),
     ),
     "attempts": (
         *("attempt_id TEXT", "rollout_id TEXT", "number INTEGER", "status TEXT", "worker TEXT", "started_at REAL"),
@@ -226,7 +227,7 @@ def _rollout(recording: Recording) -> Iterator[Row]:
         *(rollout.mode, rollout.status, rollout.group_id, _episode(recording).reward, len(own), *tokens),
         *(sum(map(cached_tokens_of, own)), rollout.attempts, rollout.failures, rollout.losses),
         *(_time(rollout.created_at), _time(rollout.started_at), _time(rollout.finished_at)),
-        *(_json(rollout.task), _json(rollout.metadata)),
+        *(_json(rollout.task), _json(rollout.metadata), _json(rollout.resources)),
     )
 
 

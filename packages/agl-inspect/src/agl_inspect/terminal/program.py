@@ -62,8 +62,7 @@ class OpenGroup(click.Group):
         own, name = super().get_command(ctx, cmd_name), f"{self.name} {cmd_name}"
         names = self.list_commands(ctx)
         if own is None and cmd_name not in names:
-            near = did_you_mean(cmd_name, names, otherwise=f"there are {', '.join(names)}")
-            _plugin_command(ctx, name, otherwise=f"there is no command {name!r}; {near}")
+            _plugin_command(ctx, name, otherwise=_no_command(name, cmd_name, names))
         return own or _plugin_command(ctx, name)
 
 
@@ -76,7 +75,7 @@ class PluginGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return the command; the error for an unknown name proposes a similar name or a package."""
-        return _plugin_command(ctx, cmd_name)
+        return _plugin_command(ctx, cmd_name, otherwise=_no_command(cmd_name, cmd_name, self.list_commands(ctx)))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands with their summaries, without importing a command."""
@@ -148,6 +147,11 @@ def _refused() -> Generator[None]:
 def _entries_below(ctx: click.Context, parent: str) -> list[CommandEntry]:
     entries = manager_of(ctx).entries("command")
     return [entry for entry in entries if isinstance(entry, CommandEntry) and entry.parent == parent]
+
+
+def _no_command(name: str, typed: str, names: list[str]) -> str:
+    near = did_you_mean(typed, names, otherwise=f"there are {', '.join(names)}")
+    return f"there is no command {name!r}; {near}"
 
 
 def _plugin_command(ctx: click.Context, name: str, *, otherwise: str = "") -> click.Command:

@@ -122,7 +122,7 @@ async def find(store: Store, rollout_id: str) -> Rollout:
     """Find a rollout by its id or a unique prefix of its id; ``latest`` finds the newest one.
 
     Raises:
-        NotFoundError: No rollout has such an id, or the store is empty.
+        NotFoundError: No rollout has such an id, its record is damaged, or the store is empty.
         ConfigError: Several ids have the prefix; the message lists the first ones.
     """
     if rollout_id == LATEST:
@@ -150,10 +150,12 @@ async def _no_rollout(store: Store, rollout_id: str) -> str:
 
 
 async def find_exact(store: Store, rollout_id: str) -> Rollout | None:
-    """Find a rollout by its whole id; ``None`` for an unknown id."""
+    """Find a rollout by its whole id; ``None`` for an unknown id. Raises :class:`NotFoundError` if it is damaged."""
     try:
         return (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
-    except NotFoundError:
+    except NotFoundError as error:
+        if error.is_damaged:
+            raise
         return None
 
 

@@ -37,7 +37,10 @@ _MAX_LENGTH = 2048
 _ADMIN_S = 3600.0
 """Lifetime in seconds of the tokens that :class:`AdminKey` issues; an hour, because machines' clocks differ."""
 
-_NEXT = "Use the token that the runner or `agl serve` gave for this attempt; set it as the client's API key."
+_NEXT = (
+    "Use the token that the runner or `agl serve` gave for this attempt, or for a conversation the gateway's "
+    "AGL_CLIENT_TOKEN; set it as the client's API key."
+)
 
 
 def check_secret(secret: bytes, *, source: str) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from agl import PluginManager
 from agl.contracts import Tracer
-from agl.errors import ConfigError
+from agl.errors import AglError, ConfigError
 from agl.hints import did_you_mean
 
 
@@ -151,12 +151,20 @@ def load_tracers(names: Sequence[str], manager: PluginManager) -> list[Tracer]:
 
 
 def install_tracers(tracers: Iterable[tuple[str, Tracer]]) -> None:
-    """Install tracers, given as ``(name, tracer)``; raises :class:`ConfigError` if a tracer's framework is missing."""
+    """Install tracers, given as ``(name, tracer)``; raises :class:`ConfigError` for one that cannot be installed."""
     for name, tracer in tracers:
         try:
             tracer.install()
         except ModuleNotFoundError as error:
             raise ConfigError(f"the tracer {name!r} {_needs(error)}, or remove {name!r} from tracers") from error
+        except AglError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise ConfigError(
+                f"the tracer {name!r} could not be installed: {type(error).__name__}: {error}, at "
+                f"{frame.filename}:{frame.lineno}; correct that, or remove {name!r} from tracers"
+            ) from error
 
 
 def _needs(error: ModuleNotFoundError) -> str:

@@ -299,9 +299,11 @@ def unstarted_context(plan: Plan, algorithm: AlgorithmConfig) -> AlgorithmContex
 
 
 def _first_version(plan: Plan, name: str) -> ResourceVersion:
-    """Return a resource's version as the file defines it; raises :class:`NotStartedError` for a policy or a label."""
-    # Its version is known only once the run has started.
-    if name in plan.config.policy or plan.label(name):
+    """Return a resource's version as the file defines it; raises :class:`NotStartedError` for a policy.
+
+    A run may start from another version, to which the resource's label points.
+    """
+    if name in plan.config.policy:
         raise NotStartedError(name)
     if name not in plan.resources:
         hint = did_you_mean(name, plan.resources, otherwise=f"there are {sorted(plan.resources)}")

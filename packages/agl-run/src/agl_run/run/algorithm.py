@@ -151,9 +151,11 @@ class DrivenAlgorithm:
         states = [await self._driver.load(config) for config in plan.config.algorithm]
         return bool(plan.val) or not all(state.is_finished for state in states)
 
-    def _check(self, report: StepReport) -> None:
-        """Raise :class:`AglError` if a step's number is out of order, or if it trains a rollout a second time."""
+    def _check(self, report: object) -> None:
+        """Raise :class:`AglError` if a step returns no report, is out of order, or trains a rollout a second time."""
         name = self.name
+        if not isinstance(report, StepReport):
+            raise AglError(f"algorithm {name!r} returned {type(report).__name__} from step; return an agl.StepReport")
         if report.step != self.state.step + 1 and not (report.is_finished and report.step == self.state.step):
             raise AglError(
                 f"algorithm {name!r} reported step {report.step} after step {self.state.step}; "

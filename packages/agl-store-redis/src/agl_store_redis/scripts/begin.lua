@@ -18,9 +18,9 @@ if due[2] and tonumber(due[2]) <= now and not request.lapsed then return answer 
 local rollouts, known = {}, {}
 local function load_rollout(id)
   if known[id] == nil then
-    local row = redis.call('HMGET', key('r/' .. id), 'n', 'p', 'd')
+    local row = redis.call('HMGET', key('r/' .. id), 'n', 'p', 'd', 'e')
     known[id] = row[1] and row or false
-    rollouts[#rollouts + 1] = {id, row[1] or '', row[2] or '', row[3] or ''}
+    rollouts[#rollouts + 1] = {id, row[1] or '', row[2] or '', row[3] or '', row[4] or ''}
   end
   return known[id]
 end
@@ -28,7 +28,7 @@ end
 local attempts = {}
 local function load_attempt(id, number)
   local found = load_rollout(id) and redis.call('HGET', key('r/' .. id), number)
-  if found then attempts[#attempts + 1] = found end
+  if found then attempts[#attempts + 1] = {id, number, found} end
   return found
 end
 local function load_named(attempt_id)
@@ -39,11 +39,14 @@ end
 if request.lapsed then
   local time = string.format('%.6f', now)
   local overdue = redis.call('ZRANGEBYSCORE', key('due'), '-inf', time, 'LIMIT', 0, request.lapsed)
-  for _, attempt_id in ipairs(overdue) do load_named(attempt_id) end
+  for _, attempt_id in ipairs(overdue) do
+    if not load_named(attempt_id) then redis.call('ZREM', key('due'), attempt_id) end  -- its rollout was removed
+  end
 end
 for _, id in ipairs(request.rollouts) do
   local row = load_rollout(id)
-  local number = row and cmsgpack.unpack(row[2])[6] or 0
+  local is_read, progress = pcall(cmsgpack.unpack, row and row[2])
+  local number = is_read and type(progress) == 'table' and tonumber(progress[6]) or 0
   if number > 0 then load_attempt(id, number) end
 end
 for _, each in ipairs(request.attempts) do load_attempt(each[1], each[2]) end

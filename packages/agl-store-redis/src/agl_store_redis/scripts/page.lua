@@ -1,7 +1,7 @@
 -- Reads one page of rollouts from sorted lists, merged.
 -- KEYS[1]: the beginning of all keys. ARGV[1]: the request, msgpack: names of lists; or none, and modes and statuses
 -- of all experiments' lists of a field; after_id with after_value, limit, is_newest_first.
--- Returns each rollout's hash.
+-- Returns each rollout's id and hash.
 local base, request = KEYS[1], cmsgpack.unpack(ARGV[1])
 local function key(name) return base .. name end
 local step = request.is_newest_first and -1 or 1
@@ -99,7 +99,8 @@ for at = math.floor(#heap / 2), 1, -1 do sink(at) end
 
 local found = {}
 while #heap > 0 and #found < request.limit do
-  found[#found + 1] = redis.call('HGETALL', key('r/' .. heap[1].id))
+  local row = redis.call('HGETALL', key('r/' .. heap[1].id))
+  if #row > 0 then found[#found + 1] = {heap[1].id, row} end  -- a damaged rollout was removed, but not from its group
   if not advance(heap[1]) then
     heap[1] = heap[#heap]
     heap[#heap] = nil

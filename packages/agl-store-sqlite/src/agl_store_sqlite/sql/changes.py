@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from agl.contracts import Statistics
-from agl.schemas import Attempt, ResourceVersion, Rollout, decode
-from agl_store_sqlite.sql.rows import Row, read_rollout
+from agl.errors import NotFoundError
+from agl.schemas import Attempt, AttemptStatus, ResourceVersion, Rollout
+from agl_store_sqlite.sql.rows import NUMBER_MASK, Row, read_attempt, read_rollout
 
 SpanRow: TypeAlias = tuple[int, int, str, bytes]
 """A packed span: the attempt's number, the sequence number, the id and the bytes."""
@@ -31,7 +32,8 @@ class LoadedRows:
     Attributes:
         now: The server's clock, in Unix seconds; leases and time limits follow it.
         next_deadline: Time at which the next running attempt lapses; infinity if none runs.
-        seqs: Numbers of the rollouts, by id.
+        damaged: Errors of the rollouts that cannot be read, by id.
+        seqs: Numbers of the rollouts, damaged ones included, by id.
         last: The last sequence of each attempt to append to, by the attempt's number.
         kept: Spans to append that are stored already, by the attempt's number and the span's id.
         queues: The oldest queued rollouts of each requested experiment.
@@ -41,6 +43,7 @@ class LoadedRows:
     now: float = 0.0
     next_deadline: float = math.inf
     rollouts: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
+    damaged: dict[str, NotFoundError] = field(default_factory=dict[str, NotFoundError])
     seqs: dict[str, int] = field(default_factory=dict[str, int])
     attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
     last: dict[int, int] = field(default_factory=dict[int, int])
@@ -52,14 +55,17 @@ class LoadedRows:
 
     def put_rollout(self, row: Row) -> str:
         """Add a rollout that was read, replacing an earlier state of it; return the rollout's id."""
-        rollout = read_rollout(row)
-        self.rollouts[rollout.rollout_id] = rollout
-        self.seqs[rollout.rollout_id] = row[0]
-        return rollout.rollout_id
+        seq, rollout_id, *_ = row
+        self.seqs[rollout_id] = seq
+        try:
+            self.rollouts[rollout_id] = read_rollout(row)
+        except NotFoundError as error:
+            self.damaged[rollout_id] = error
+        return rollout_id
 
-    def put_attempt(self, data: bytes) -> None:
+    def put_attempt(self, rollout_id: str, key: int, status: AttemptStatus, data: bytes) -> None:
         """Add an attempt that was read, replacing an earlier state of it."""
-        attempt = decode(data, Attempt)
+        attempt = read_attempt(data, rollout_id, number=key & NUMBER_MASK, status=status)
         self.attempts[attempt.attempt_id] = attempt
 
 

@@ -6,8 +6,10 @@ Operations of the transaction see each other's changes; nothing is written befor
 
 from collections.abc import Iterable, Sequence
 
+from msgspec.structs import replace
+
 from agl.contracts import Metric, Statistics
-from agl.schemas import Claim, ResourceVersion, Rollout, Span, attempt_id_of, encode
+from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span, attempt_id_of, encode
 from agl.stores import deadline
 from agl_store_sqlite.sql.changes import Changes, LoadedRows
 from agl_store_sqlite.sql.packing import AttemptSpans, Packer, place_spans
@@ -30,11 +32,13 @@ class LoadedTables:
         self.changes = Changes()
 
     def rollout(self, rollout_id: str) -> Rollout | None:
+        if rollout_id in self._loaded.damaged:
+            raise self._loaded.damaged[rollout_id]
         return self._loaded.rollouts.get(rollout_id)
 
     def held(self, attempt_id: str) -> Claim | None:
         attempt = self._loaded.attempts.get(attempt_id)
-        rollout = attempt and self._loaded.rollouts.get(attempt.rollout_id)
+        rollout = attempt and self.rollout(attempt.rollout_id)
         return Claim(rollout=rollout, attempt=attempt) if rollout and attempt else None
 
     def queued(self, experiment: str | None, limit: int) -> list[Rollout]:
@@ -52,12 +56,21 @@ class LoadedTables:
             if attempt.claim_id == claim_id and attempt.status == "running"
         ]
         attempts.sort(key=lambda attempt: self._key(attempt.rollout_id, attempt.number))
-        return [Claim(rollout=self._loaded.rollouts[attempt.rollout_id], attempt=attempt) for attempt in attempts]
+        return self._claims(attempts)
 
     def overdue(self) -> list[Claim]:
         """Return the attempts that were found overdue when the transaction began."""
-        claims = (self.held(attempt_id) for attempt_id in self._lapsed)
-        return [claim for claim in claims if claim is not None and deadline(claim) <= self.now]
+        lapsed = [self._loaded.attempts[attempt_id] for attempt_id in self._lapsed]
+        for attempt in lapsed:
+            if attempt.rollout_id in self._loaded.damaged:  # else its deadline would end every transaction
+                key, data = self._key(attempt.rollout_id, attempt.number), encode(replace(attempt, status="lost"))
+                self.changes.attempts[key] = ("lost", attempt.claim_id, attempt.lease_until, data)
+        return [claim for claim in self._claims(lapsed) if deadline(claim) <= self.now]
+
+    def _claims(self, attempts: Iterable[Attempt]) -> list[Claim]:
+        """Return the attempts of readable rollouts as claims."""
+        rollouts = self._loaded.rollouts
+        return [Claim(rollout=rollouts[a.rollout_id], attempt=a) for a in attempts if a.rollout_id in rollouts]
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
@@ -123,7 +136,8 @@ class LoadedTables:
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
-            del self._loaded.rollouts[rollout.rollout_id]
+            self._loaded.rollouts.pop(rollout.rollout_id, None)
+            self._loaded.damaged.pop(rollout.rollout_id, None)
             self.changes.removed.append(self._loaded.seqs[rollout.rollout_id])
 
     def version(self, name: str, version: str) -> ResourceVersion | None:

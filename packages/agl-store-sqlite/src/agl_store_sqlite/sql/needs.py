@@ -8,6 +8,9 @@ from agl.contracts import LabelMove, Presence, Recording, Trained, VersionScore
 from agl.schemas import Claim, Outcome, ResourceVersion, Rollout, Span
 from agl.stores import Work, documents_of
 
+MOST_CLAIMED = 100_000
+"""Largest number of rollouts that one transaction claims."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
@@ -40,6 +43,16 @@ def needs_of(work: Work[Any]) -> Needs:
     """Return the rows that an operation needs; empty for operations that only write."""
     find = _NEEDS.get(work.act.__name__)
     return Needs() if find is None else find(*work.args, **work.kwargs)
+
+
+def queues_of(needs: Sequence[Needs]) -> dict[str | None, int]:
+    """Return the number of queued rollouts that the operations need, by experiment."""
+    queues: dict[str | None, int] = {}
+    for need in needs:
+        if need.queue is not None and need.queue[1]:
+            experiment, limit = need.queue
+            queues[experiment] = min(MOST_CLAIMED, queues.get(experiment, 0) + limit)
+    return queues
 
 
 def _enqueue(rollouts: Sequence[Rollout]) -> Needs:

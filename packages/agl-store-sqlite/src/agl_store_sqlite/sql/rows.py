@@ -45,15 +45,15 @@ def read_rollout(row: Row) -> Rollout:
     try:
         rollout = decode(data, Rollout)
         started_at, finished_at = float(started_at), float(finished_at)
-        if "/" in rollout.rollout_id or status not in STATUSES:
+        if rollout.rollout_id != rollout_id or status not in STATUSES:
             raise ValueError(f"it has the id {rollout.rollout_id[:80]!a} and the status {status!r}")
     except DAMAGE as error:
         note_damage(f"rollout {rollout_id!r}", str(error))
         raise NotFoundError(
             "rollout",
             rollout_id,
-            f"its record cannot be read ({error}); agl data copy makes a store without it, in which --resume runs it "
-            "again",
+            f"its record cannot be read ({error}); agl runs rm removes it, and --resume runs it again",
+            is_damaged=True,
         ) from error
     force_setattr(rollout, "status", status)
     force_setattr(rollout, "attempts", attempts)

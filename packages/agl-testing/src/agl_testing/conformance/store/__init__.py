@@ -50,7 +50,10 @@ class StoreConformance(
 
             def make_older(self, location): ...
 
-    Flags, all true by default: ``is_durable``, ``is_shared``, ``has_schema_version``, ``has_older_schema``.
+            def damage(self, location, rollout_id, number, data): ...
+
+    Flags, all true by default: ``is_durable``, ``is_shared``, ``has_schema_version``, ``has_older_schema``,
+    ``can_be_damaged``.
     """
 
     contract: ClassVar[str] = "store"

@@ -5,13 +5,13 @@
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from itertools import count
 
 from agl.contracts import ExperimentRecord, LabelMove, Metric, RolloutQuery, Store, Trained, VersionScore
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_testing.conformance._base import run
+from agl_testing.conformance.store.case import opened
 from agl_testing.stores.process import StoreLocation
 from agl_testing.stores.samples import make_rollout, make_span, outcome_of
 
@@ -46,7 +46,7 @@ class CostTests:
         places = locate("small"), locate("large")
 
         async def body() -> None:
-            async with _opened(places[0]) as small, _opened(places[1]) as large:
+            async with opened(places[0]) as small, opened(places[1]) as large:
                 await _fill(large)
                 await _prepare(small)
                 await _prepare(large)
@@ -59,15 +59,6 @@ class CostTests:
                     raise AssertionError(f"operations that cost more in a large store: {slow}")
 
         run(body(), limit_s=600)
-
-
-@asynccontextmanager
-async def _opened(location: StoreLocation) -> AsyncGenerator[Store]:
-    store = location.open()
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 def _compare(times: tuple[Times, Times]) -> dict[str, str]:

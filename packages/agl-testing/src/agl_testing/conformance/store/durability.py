@@ -1,4 +1,4 @@
-"""Tests that data survives a restart, ``kill -9``, several processes on one store, and an upgrade."""
+"""Tests that data survives a restart, ``kill -9``, several processes on one store, an upgrade, and damaged records."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -15,8 +15,10 @@ import pytest
 
 from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, Store, Trained, VersionScore
 from agl.errors import FencedError, NotFoundError, SchemaVersionError, StoreError
-from agl.schemas import PromptTemplate, ResourceVersion
+from agl.schemas import PromptTemplate, ResourceVersion, Rollout, encode
 from agl_testing.conformance._base import require, run
+from agl_testing.conformance.store.case import opened
+from agl_testing.conformance.store.leases import SHORT_S
 from agl_testing.stores.process import Acknowledged, StoreLocation
 from agl_testing.stores.samples import (
     VICTIM,
@@ -28,9 +30,13 @@ from agl_testing.stores.samples import (
     outcome_of,
     start_one,
 )
+from agl_testing.waiting import wait_until
 
 KILLS = 12
 """Number of kills in the kill test; each takes about half a second."""
+
+UNREADABLE = (b"garbage", encode({"rollout_id": 7, "attempt_id": 7}))
+"""Records that cannot be read: bytes that encode nothing, and values of a wrong type."""
 
 
 class DurabilityTests:
@@ -48,6 +54,9 @@ class DurabilityTests:
     has_older_schema: ClassVar[bool] = True
     """True if an older release wrote a different schema; requires :meth:`make_older`."""
 
+    can_be_damaged: ClassVar[bool] = True
+    """True if a record at the location can be overwritten from outside; requires :meth:`damage`."""
+
     def set_schema_version(self, location: StoreLocation, version: int) -> None:
         """Set the schema version in the data at ``location`` to ``version``."""
         raise NotImplementedError(f"write set_schema_version for {location.factory}, or lower has_schema_version")
@@ -57,6 +66,10 @@ class DurabilityTests:
         raise NotImplementedError(
             f"write make_older for {location.factory}, or lower has_older_schema if no release had another schema"
         )
+
+    def damage(self, location: StoreLocation, rollout_id: str, number: int, data: bytes) -> None:
+        """Overwrite the record of the rollout's attempt ``number`` with ``data``; 0 stands for the rollout itself."""
+        raise NotImplementedError(f"write damage for {location.factory}, or lower can_be_damaged")
 
     def test_reopened_store_has_everything(self, location: StoreLocation) -> None:
         require(self.is_durable, "is_durable", "store")
@@ -79,17 +92,15 @@ class DurabilityTests:
         _run_victim(location, report, kill_after_s=0.3)
 
         async def reclaim() -> None:
-            store = location.open()
-            unfinished = {
-                r.rollout_id for r in await store.rollouts(RolloutQuery(status=("queued", "running"), limit=100_000))
-            }
-            while unfinished:
-                claims = await store.claim(worker="next", limit=100, wait_s=10)
-                assert claims
-                await store.finish([outcome_of(claim) for claim in claims])
-                unfinished -= {claim.rollout.rollout_id for claim in claims}
-            assert [] == await store.rollouts(RolloutQuery(status=("queued", "running", "failed")))
-            await store.close()
+            async with opened(location) as store:
+                query = RolloutQuery(status=("queued", "running"), limit=100_000)
+                unfinished = {rollout.rollout_id for rollout in await store.rollouts(query)}
+                while unfinished:
+                    claims = await store.claim(worker="next", limit=100, wait_s=10)
+                    assert claims
+                    await store.finish([outcome_of(claim) for claim in claims])
+                    unfinished -= {claim.rollout.rollout_id for claim in claims}
+                assert [] == await store.rollouts(RolloutQuery(status=("queued", "running", "failed")))
 
         run(reclaim())
 
@@ -97,18 +108,16 @@ class DurabilityTests:
         require(self.is_shared, "is_shared", "store")
 
         async def body() -> None:
-            one, two = location.open(), location.open()
-            waiting = asyncio.create_task(two.claim(worker="w", wait_s=20))
-            await asyncio.sleep(0.1)
-            rollout = (await one.enqueue([make_rollout()]))[0]
-            started = time.monotonic()
-            claims = await waiting
-            assert [rollout.rollout_id] == [c.rollout.rollout_id for c in claims]
-            assert time.monotonic() - started < 3
-            await two.finish([outcome_of(claims[0])])
-            assert "succeeded" == (await one.rollouts(RolloutQuery()))[0].status
-            await one.close()
-            await two.close()
+            async with opened(location) as one, opened(location) as two:
+                waiting = asyncio.create_task(two.claim(worker="w", wait_s=20))
+                await asyncio.sleep(0.1)
+                rollout = (await one.enqueue([make_rollout()]))[0]
+                started = time.monotonic()
+                claims = await waiting
+                assert [rollout.rollout_id] == [c.rollout.rollout_id for c in claims]
+                assert time.monotonic() - started < 3
+                await two.finish([outcome_of(claims[0])])
+                assert "succeeded" == (await one.rollouts(RolloutQuery()))[0].status
 
         run(body())
 
@@ -116,10 +125,8 @@ class DurabilityTests:
         require(self.is_shared, "is_shared", "store")
 
         async def enqueue() -> set[str]:
-            store = location.open()
-            asked = await store.enqueue([make_rollout() for _ in range(200)])
-            await store.close()
-            return {r.rollout_id for r in asked}
+            async with opened(location) as store:
+                return {rollout.rollout_id for rollout in await store.enqueue([make_rollout() for _ in range(200)])}
 
         asked = run(enqueue())
         reports = [tmp_path / f"worker-{number}" for number in range(3)]
@@ -180,11 +187,8 @@ class DurabilityTests:
         require(self.has_schema_version, "has_schema_version", "store")
 
         async def use() -> None:
-            store = location.open()
-            try:
+            async with opened(location) as store:
                 await store.enqueue([make_rollout()])
-            finally:
-                await store.close()
 
         run(use())
         self.set_schema_version(location, 999)
@@ -199,11 +203,57 @@ class DurabilityTests:
         assert written == run(_read(location))
 
         async def go_on() -> None:
-            store = location.open()
-            assert "succeeded" == (await finish_one(store, spans=1)).status
-            await store.close()
+            async with opened(location) as store:
+                assert "succeeded" == (await finish_one(store, spans=1)).status
 
         run(go_on())
+
+    def test_damaged_rollouts_stop_no_work_and_can_be_removed(self, location: StoreLocation) -> None:
+        require(self.can_be_damaged, "can_be_damaged", "store")
+
+        async def body() -> None:
+            async with opened(location) as store:
+                await start_one(store, make_rollout(group_id="g"), lease_s=SHORT_S)
+                await store.enqueue([make_rollout() for _ in range(4)])
+                *damaged, whole = [rollout.rollout_id for rollout in await store.rollouts(RolloutQuery())]
+                for rollout_id, data in zip(damaged, UNREADABLE * 2, strict=True):
+                    self.damage(location, rollout_id, 0, data)
+                    with pytest.raises(NotFoundError, match=rollout_id) as caught:
+                        await store.cancel([rollout_id])
+                    assert caught.value.is_damaged
+                await asyncio.sleep(SHORT_S * 2)
+                for experiment in ("", None):
+                    claim = (await store.claim(worker="w", experiment=experiment))[0]
+                    assert whole == claim.rollout.rollout_id
+                    await store.finish([outcome_of(claim, "lost")])
+                assert [whole] == [rollout.rollout_id for rollout in await store.rollouts(RolloutQuery())]
+                assert 4 == await store.delete(damaged)
+                for query in (RolloutQuery(), RolloutQuery(status=("queued", "running"))):
+                    assert 1 == await store.count_rollouts(query)
+                assert [] == await store.rollouts(RolloutQuery(group_id="g"))
+                assert "queued" == (await store.enqueue([Rollout(rollout_id=damaged[0], task=1)]))[0].status
+
+        run(body())
+
+    def test_attempt_with_a_damaged_record_is_renewed_and_decided(self, location: StoreLocation) -> None:
+        require(self.can_be_damaged, "can_be_damaged", "store")
+
+        async def body() -> None:
+            async with opened(location) as store:
+                lapsing = [await start_one(store, lease_s=SHORT_S) for _ in UNREADABLE]
+                claims = [await start_one(store) for _ in UNREADABLE]
+                for claim, data in zip([*lapsing, *claims], UNREADABLE * 2, strict=True):
+                    self.damage(location, claim.rollout.rollout_id, 1, data)
+                ids = [claim.attempt.attempt_id for claim in claims]
+                assert ids == await store.renew(ids)
+                await store.append_spans([make_span(claim) for claim in claims])
+                await store.cancel([claims[0].rollout.rollout_id])
+                assert "succeeded" == (await store.finish([outcome_of(claims[1])]))[0].status
+                await asyncio.sleep(SHORT_S * 2)
+                again = [claim.rollout.rollout_id for claim in await store.claim(worker="w", limit=9)]
+                assert [claim.rollout.rollout_id for claim in lapsing] == again
+
+        run(body())
 
 
 async def _fill(location: StoreLocation) -> list[object]:
@@ -239,11 +289,8 @@ async def _fill(location: StoreLocation) -> list[object]:
 
 
 async def _read(location: StoreLocation) -> list[object]:
-    store = location.open()
-    try:
+    async with opened(location) as store:
         return await _contents(store)
-    finally:
-        await store.close()
 
 
 async def _contents(store: Store) -> list[object]:
@@ -300,10 +347,8 @@ async def _lost(location: StoreLocation, acknowledged: list[Acknowledged]) -> li
 
 def _run_victim(location: StoreLocation, report: Path, *, kill_after_s: float) -> None:
     victim = _start_victim(location, report, "write")
-    deadline = time.monotonic() + 30
-    while not (report.exists() and report.stat().st_size) and time.monotonic() < deadline:
-        assert victim.poll() is None
-        time.sleep(0.01)
+    wait_until(lambda: victim.poll() is not None or (report.exists() and report.stat().st_size))
+    assert victim.poll() is None
     time.sleep(kill_after_s)
     victim.kill()
     victim.wait(30)
