@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import nox
@@ -155,7 +156,12 @@ TRL = ["trl==1.16.0", "tinker==0.38.0"]
 
 
 def look_where_pip_looks() -> None:
-    """Give uv the package indexes and folders of pip's configuration, which uv does not read."""
+    """Give uv the package indexes and folders of pip's configuration, which uv does not read.
+
+    Sessions that run side by side get them from the session that starts them, without asking pip for half a second.
+    """
+    if "UV_INDEX_STRATEGY" in os.environ:
+        return
     names = {
         "index-url": ("UV_DEFAULT_INDEX", " "),
         "extra-index-url": ("UV_INDEX", " "),
@@ -167,7 +173,7 @@ def look_where_pip_looks() -> None:
         if (known := names.get(key.rpartition(".")[2])) is not None:
             variable, separator = known
             os.environ.setdefault(variable, separator.join(ast.literal_eval(value).split()))
-    os.environ.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # every index counts alike, as for pip
+    os.environ["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # every index counts alike, as for pip
 
 
 look_where_pip_looks()
@@ -175,13 +181,15 @@ look_where_pip_looks()
 
 def found(pythons: list[str]) -> list[str]:
     """The interpreters that are really here; pyenv's shims exist for versions that are not."""
-
-    def works(version: str) -> bool:
-        program = shutil.which(f"python{version}")
-        return program is not None and subprocess.run([program, "-c", ""], capture_output=True).returncode == 0
-
     current = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return [version for version in pythons if version == current or works(version)]
+    return [version for version in pythons if version == current or runs(version)]
+
+
+@cache
+def runs(version: str) -> bool:
+    """Return true if there is an interpreter of that version, and it starts."""
+    program = shutil.which(f"python{version}")
+    return program is not None and subprocess.run([program, "-c", ""], capture_output=True).returncode == 0
 
 
 def python_of(version: str) -> str:
@@ -483,7 +491,7 @@ def verl(session: nox.Session) -> None:
     """
     needs = [*ours(*LIGHT, "agl-algo-torch", "agl-algo-verl", "agl-ray"), *TEST_TOOLS, *VERL, "openai>=3,<4"]
     tools = environment(session, needs, python=python_of(VERL_PYTHON))
-    pytest(session, tools, "packages/agl-algo-verl/tests", processes=2)
+    pytest(session, tools, "packages/agl-algo-verl/tests")
     check_types(session, tools, "packages/agl-algo-verl/src")
 
 

@@ -140,6 +140,30 @@ def test_named_tracer_records_the_agents_of_the_program(agl: StartAgl, tmp_path:
     assert (1, True) == (code, "no tracer is named 'otle' (did you mean 'otel'?" in err), err
 
 
+CALLS_IN_SPAN = """
+from opentelemetry import trace
+with trace.get_tracer("shop").start_as_current_span("work", attributes={{"gen_ai.operation.name": "invoke_agent"}}):
+    {call}
+"""
+
+
+def test_call_belongs_to_the_agent_that_the_named_tracer_sees(
+    agl: StartAgl, tmp_path: Path, server: ScriptedModelServer
+) -> None:
+    call = (
+        f"import openai; openai.OpenAI(base_url={server.base_url!r}, api_key='k')"
+        ".chat.completions.create(model='small', messages=[{'role': 'user', 'content': 'hi'}])"
+    )
+    program = ("--", sys.executable, "-c", CALLS_IN_SPAN.format(call=call))
+
+    code, _, err = record(agl, tmp_path, "--tracer", "otel", *program)
+
+    assert 0 == code, err
+    spans = {span["name"]: span for span in read("show", "latest", folder=tmp_path)["spans"]}
+    assert spans["work"]["span_id"] == spans["chat small"]["parent_id"]
+    assert "outside of the framework's spans" not in err
+
+
 FALLS = """
 import agl
 from agl.contracts import TracerEntry
@@ -174,7 +198,7 @@ def test_tracer_that_raises_does_not_end_the_recording(
 
     assert 3 == code
     assert "agl: recorded 1 model call" in err, err
-    assert "agl: the tracer 'falls' records nothing, because it raised KeyError: 'no key'\n" in err
+    assert "agl: the tracer 'falls' could not be installed: KeyError: 'no key', at " in err
 
 
 FAMILY = """

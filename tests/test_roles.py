@@ -402,3 +402,25 @@ def test_agent_match_that_selects_nobody_says_who_was_there(folder, server):
     )
     with pytest.raises(AglError, match=r"agents = 'author' selected none of the calls.*'write'"):
         trainer.fit("three_agents:solve", [{"question": "1?"}, {"question": "2?"}])
+
+
+def test_policy_that_the_agent_never_calls_is_refused_with_the_models_that_it_called(folder, server):
+    trainer = agl.Trainer(
+        algorithm=algorithm("learner", log=str(folder / "log.jsonl")),
+        policies={"main": policy("served", base_url=server.base_url, model="m")},
+        store=f"sqlite:///{folder}/runs.db",
+        folder=folder,
+        trust_agent_rewards=True,
+        progress=Quiet(),
+    )
+    with ScriptedModelServer(respond=lambda request: Reply(text="well")) as other:
+        own_client = AGENT.replace('os.environ["OPENAI_BASE_URL"]', repr(other.base_url))
+        (folder / "own_client.py").write_text(own_client)
+        with pytest.raises(AglError) as caught:
+            trainer.fit("own_client:solve", [{"question": "1?"}, {"question": "2?"}])
+    assert (
+        "no model call of the first rollouts went to the policy 'main'; of the first call: model 'gpt-5', which is not "
+        "a configured policy, served it, not 'main'. Let the agent call the model 'main', or write the name that it "
+        "calls into aliases of [policy.main]"
+    ) in str(caught.value)
+    assert not (folder / "log.jsonl").exists()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
+import shutil
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,10 +17,10 @@ from agl_algo_verl.runtime import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 prepare()  # before any test, because VERL's imports warn
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
@@ -64,3 +68,23 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def model_dir(make_model: Callable[..., Path]) -> Path:
     """Directory of a saved tiny model."""
     return make_model()
+
+
+@pytest.fixture(scope="session")
+def calc_with_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a copy of the calculator example with its data and model, in this process, which has imported torch."""
+    folder = tmp_path_factory.mktemp("calc") / "calc"
+    shutil.copytree(EXAMPLES / "calc", folder, ignore=shutil.ignore_patterns("out", "tests"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["make.py", "--out", "out/data"])
+        runpy.run_path("make_data.py", run_name="__main__")
+        patch.setattr(sys, "argv", ["make.py"])
+        runpy.run_path(str(EXAMPLES / "make_model.py"), run_name="__main__")
+    return folder
+
+
+@pytest.fixture
+def calc(calc_with_model: Path, tmp_path: Path) -> Path:
+    """Return a copy of the calculator example, with its data and model."""
+    return shutil.copytree(calc_with_model, tmp_path / "calc")

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from .test_inproc import train
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use"),
 ]
-CALC = Path(__file__).parents[3] / "examples" / "calc"
 SMALL = {
     "experiment.validation_limit": 2,
     "policy.calc-lm.model": "out/model",
@@ -53,13 +53,10 @@ def test_training_in_one_process_agrees_with_the_recorded_logprobs(
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM beside VERL: pip install 'agl-algo-verl[vllm]'")
-def test_vllm_serves_what_verl_trains_on_ray(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(CALC, tmp_path / "calc", ignore=shutil.ignore_patterns("out", "tests")))
-    run(folder, "make_data.py", "--out", "out/data")
-    run(folder, str(CALC.parent / "make_model.py"))
+def test_vllm_serves_what_verl_trains_on_ray(calc: Path) -> None:
     changes = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
-    run(folder, "-m", "agl", "run", "verl-gpu.toml", *changes)
-    rows = [json.loads(line) for line in (folder / "out/verl-gpu/calc-verl-gpu/metrics.jsonl").read_text().splitlines()]
+    run(calc, "-m", "agl", "run", "verl-gpu.toml", *changes)
+    rows = [json.loads(line) for line in (calc / "out/verl-gpu/calc-verl-gpu/metrics.jsonl").read_text().splitlines()]
     gaps = {row["step"]: row["value"] for row in rows if row["name"] == "logprob_gap"}
     assert [1, 2] == sorted(gaps)
     assert max(gaps.values()) < 3e-2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import msgspec
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from agl.contracts import RolloutQuery
@@ -28,6 +28,7 @@ from agl_algo_verl.algorithm import make
 from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.typed import from_bytes
 from agl_inspect.records.state import trained_rollouts
+from agl_inspect.terminal.program import cli
 from agl_run.run.training_episodes import EpisodeSelection, read_episodes
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.conformance import AlgorithmScenario
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from agl.schemas import Episode
     from agl_testing.conformance.bench import RolloutOrder
 
-CALC = Path(__file__).parents[3] / "examples" / "calc"
 FORGOTTEN = pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
 """On a busy machine a start of Ray may fail and be repeated; Ray then leaves the first processes unattended."""
 
@@ -66,10 +66,6 @@ TINY = {
     "algorithm.verl.params.saving.keep": 4,
 }
 """Settings for a small experiment that collects ahead and has a critic and adapters."""
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "agl", *words]
 
 
 def run(folder: Path, words: list[str]) -> str:
@@ -120,15 +116,12 @@ def _address_of_an_ended_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="VERL runs on Linux and macOS")
-def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(CALC, tmp_path / "calc", ignore=shutil.ignore_patterns("out", "tests")))
-    run(folder, [sys.executable, "make_data.py", "--out", "out/data"])
-    run(folder, [sys.executable, str(CALC.parent / "make_model.py")])
+def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(calc: Path) -> None:
     changes = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
-    words = command("run", "verl-ray-cpu.toml", *changes)
-    with (tmp_path / "log.txt").open("w") as log:
-        first = subprocess.Popen(words, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment())
-    wait_for(lambda: 2 in metrics(folder, "loss"), first)
+    command = [sys.executable, "-m", "agl", "run", "verl-ray-cpu.toml", *changes]
+    with (calc / "log.txt").open("w") as log:
+        first = subprocess.Popen(command, cwd=calc, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment())
+    wait_for(lambda: 2 in metrics(calc, "loss"), first)
     started = psutil.Process(first.pid).children(recursive=True)
     working = [p for p in started if "Agent" not in p.name()]
     assert {"raylet", "ray::HFServer"} <= {p.name() for p in working}
@@ -136,20 +129,21 @@ def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(tm
     first.wait()
     wait_for_the_end(working, patience_s=60)
 
-    run(folder, [*words, "--resume"])
+    run(calc, [*command, "--resume"])
     wait_for_the_end(started, patience_s=120)  # Ray's agents look for its raylet and give up after a minute
-    assert [1, 2, 3] == sorted(metrics(folder, "loss"))
-    assert [0.0, 1.0, 1.0] == [age for _, age in sorted(metrics(folder, "staleness").items())]
-    assert max(metrics(folder, gap)[1] for gap in ("probability_gap", "logprob_gap")) < 1e-5
-    calls = asyncio.run(trained_calls(folder / "out/verl-ray/runs.db", count=24))
+    assert [1, 2, 3] == sorted(metrics(calc, "loss"))
+    assert [0.0, 1.0, 1.0] == [age for _, age in sorted(metrics(calc, "staleness").items())]
+    assert max(metrics(calc, gap)[1] for gap in ("probability_gap", "logprob_gap")) < 1e-5
+    calls = asyncio.run(trained_calls(calc / "out/verl-ray/runs.db", count=24))
     served = {call.model_version for call in calls}
     assert {"global_step_0", "global_step_1"} <= served
-    (saved,) = (folder / "out").rglob("global_step_1/actor/huggingface")
+    (saved,) = (calc / "out").rglob("global_step_1/actor/huggingface")
     assert gap_to(saved, [call for call in calls if call.model_version == "global_step_1"]) < 1e-5
-    store = ("--store", "sqlite:///out/verl-ray/runs.db")
-    run(folder, command("data", "export", "calc-lm", "--format", "model", "--output", "mine", *store))
-    trained = AutoModelForCausalLM.from_pretrained(folder / "mine").state_dict()
-    start = AutoModelForCausalLM.from_pretrained(folder / "out/model").state_dict()
+    words = ["data", "export", "calc-lm", "--format", "model", "--output", str(calc / "mine")]
+    exported = CliRunner().invoke(cli, [*words, "--store", f"sqlite:///{calc}/out/verl-ray/runs.db"])
+    assert 0 == exported.exit_code, exported.output
+    trained = AutoModelForCausalLM.from_pretrained(calc / "mine").state_dict()
+    start = AutoModelForCausalLM.from_pretrained(calc / "out/model").state_dict()
     assert any(not torch.equal(tensor, start[name]) for name, tensor in trained.items())
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from agl_testing.conformance.bench import RolloutOrder
 
 PROMPT, TOKENS = [10, 20, 30], 4
+TOGETHER = 8
+"""Rollouts of a task that are sampled at once: one at a time, the forward passes take most of a test."""
 
 
 def good_tokens(response: list[int]) -> float:
@@ -57,29 +59,36 @@ class World:
     def __init__(self, reward: Callable[[list[int]], float] = good_tokens, *, rows: int = 1, bias: float = 0.0) -> None:
         self.reward, self.rows, self.bias = reward, rows, bias
         self._loaded: tuple[str, Any] = ("", None)
-        self._next: dict[tuple[int, ...], torch.Tensor] = {}  # log-probabilities after a prompt, of the loaded model
+        self._drawn: dict[str, tuple[list[int], list[float]]] = {}  # by rollout id, with the loaded model
 
     def play(self, order: RolloutOrder) -> Episode:
         weights = order.resources["llm"]
         assert isinstance(weights, Weights)
         if self._loaded[0] != weights.uri:
-            self._loaded, self._next = (weights.uri, whole_model(weights)), {}
-        ids, logprobs = self._sample(self._loaded[1], seed=zlib.crc32(order.rollout.rollout_id.encode()))
+            self._loaded, self._drawn = (weights.uri, whole_model(weights)), {}
+        name = order.rollout.rollout_id
+        if name not in self._drawn:
+            group, _, place = name.rpartition("-")
+            first = int(place) // TOGETHER * TOGETHER
+            self._drawn |= draw(self._loaded[1], [f"{group}-{first + i}" for i in range(TOGETHER)])
+        ids, logprobs = self._drawn[name]
         reward = self.reward(ids[len(PROMPT) :])
         return episode(order.rollout, ids, [p + self.bias for p in logprobs], reward, rows=self.rows)
 
-    @torch.no_grad()
-    def _sample(self, model: Any, *, seed: int) -> tuple[list[int], list[float]]:
-        generator = torch.Generator().manual_seed(seed)
-        ids, logprobs = list(PROMPT), [0.0] * len(PROMPT)
-        for _ in range(TOKENS):
-            if tuple(ids) not in self._next:
-                self._next[tuple(ids)] = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(0)
-            logp_V = self._next[tuple(ids)]
-            token = int(torch.multinomial(logp_V.exp(), 1, generator=generator))
-            ids.append(token)
-            logprobs.append(float(logp_V[token]))
-        return ids, logprobs
+
+@torch.no_grad()
+def draw(model: Any, names: list[str]) -> dict[str, tuple[list[int], list[float]]]:
+    """Return tokens and log-probabilities of rollouts, which are sampled together; the name of each is its seed."""
+    generators = [torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in names]
+    ids_B_T = torch.tensor([PROMPT] * len(names))
+    logprobs_B_T = torch.zeros(ids_B_T.shape)
+    for _ in range(TOKENS):
+        logp_B_V = model(input_ids=ids_B_T, use_cache=False).logits[:, -1].log_softmax(-1)
+        drawn = [torch.multinomial(p_V, 1, generator=g) for p_V, g in zip(logp_B_V.exp(), generators, strict=True)]
+        token_B_1 = torch.stack(drawn)
+        ids_B_T = torch.cat([ids_B_T, token_B_1], dim=1)
+        logprobs_B_T = torch.cat([logprobs_B_T, logp_B_V.gather(1, token_B_1)], dim=1)
+    return dict(zip(names, zip(ids_B_T.tolist(), logprobs_B_T.tolist(), strict=True), strict=True))
 
 
 OTHERS_QUESTION, OTHERS_ANSWER = [40, 50], [60, 61, 62]

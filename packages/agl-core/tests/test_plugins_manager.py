@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pluggy
 import pytest
 
@@ -195,6 +196,21 @@ def test_build_names_an_unknown_parameter_with_its_close_match():
     manager, entry = with_reward(Scaled)
     with pytest.raises(ConfigError, match=r"'scael'; did you mean 'scale'.*scale, labels, mode, check"):
         manager.build(entry, scael=1)
+
+
+class Rate(msgspec.Struct):
+    lr: float = 0.1
+
+
+class Learner:
+    def __init__(self, *, lora: str = "", optim: Rate) -> None:
+        pass
+
+
+def test_build_names_the_table_to_which_a_parameter_belongs():
+    manager, entry = with_reward(Learner)
+    with pytest.raises(ConfigError, match=r"no parameter 'lr'; did you mean 'optim.lr'\?"):
+        manager.build(entry, lr=1)
 
 
 def test_build_names_a_missing_parameter():

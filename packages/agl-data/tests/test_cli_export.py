@@ -115,6 +115,13 @@ def test_export_that_fails_leaves_the_earlier_file(run, store, tmp_path):
     assert ["out.txt", "runs"] == sorted(os.listdir(tmp_path))
 
 
+def test_lines_of_json_are_not_written_into_a_file_named_parquet(run, store, tmp_path):
+    store("a")
+    result = run("data", "export", "--format", "rows", "--output", "rows.parquet")
+    assert (1, True) == (result.exit_code, "writes JSON lines, and 'rows.parquet' says Parquet" in result.stderr)
+    assert ["runs"] == os.listdir(tmp_path)
+
+
 def test_help_lists_the_formats_of_plugins(run):
     assert "the ids of rollouts" in run("data", "export", "--help").output
 

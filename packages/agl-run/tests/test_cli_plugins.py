@@ -182,6 +182,22 @@ def test_plugins_check_names_what_does_not_import(toy):
     assert {"reward toy", "tracer toyframe"} == {finding["component"] for finding in findings}
 
 
+SLOW = """
+from agl import RewardEntry, hookimpl
+
+@hookimpl
+def agl_rewards():
+    yield RewardEntry(name="slow", factory="agl_slow_reward:make")
+"""
+
+
+def test_plugins_check_names_the_component_that_is_still_being_imported(install_plugin, site, monkeypatch):
+    monkeypatch.setattr("agl_inspect.cli.plugins.SLOW_S", 0.01)
+    install_plugin("agl-slow", SLOW, entry="slow")
+    (site / "agl_slow_reward.py").write_text("import time\ntime.sleep(0.3)\nmake = int\n")
+    assert "still importing the reward 'slow' ...\n" == invoke("plugins", "check", "slow").stderr
+
+
 def test_plugins_check_of_sound_plugins_says_so(install_plugin):
     install_plugin("agl-fine", "from agl import hookimpl\n", entry="fine")
     result = invoke("plugins", "check", "fine")

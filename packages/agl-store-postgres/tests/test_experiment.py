@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from agl.contracts import RolloutQuery
 from agl_inspect.records.state import load_experiment, trained_rollouts
+from agl_inspect.terminal.program import cli
 from agl_store_postgres.store import PostgresStore
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.plugins import PluginFolder
@@ -94,15 +96,18 @@ def agl_policies():
 '''
 
 AGENT = '''
-import openai
+import os
+
+import httpx2
 
 
 def solve(task):
-    """An ordinary agent: it knows nothing of who runs it."""
-    with openai.OpenAI() as client:
-        messages = [{"role": "user", "content": task["question"]}]
-        answer = client.chat.completions.create(model="scripted", messages=messages)
-    return answer.choices[0].message.content
+    """An ordinary agent: it knows nothing of who runs it. A process would import openai for a second."""
+    url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    asked = {"model": "scripted", "messages": [{"role": "user", "content": task["question"]}]}
+    with httpx2.Client(transport=httpx2.HTTPTransport(retries=2), timeout=600) as client:
+        answer = client.post(f"{url}/chat/completions", json=asked, headers={"authorization": f"Bearer {key}"})
+    return answer.raise_for_status().json()["choices"][0]["message"]["content"]
 '''
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -216,7 +221,7 @@ def test_killed_experiment_resumes_and_trains_every_rollout_once(agl: Start, exp
         return sorted(trained)
 
     trained = asyncio.run(check())
-    read_with_every_command(agl, store_url, trained)
+    read_with_every_command(store_url, trained)
 
 
 def test_second_trainer_from_another_folder_is_refused(agl: Start, experiment: Path, store_url: str) -> None:
@@ -285,15 +290,21 @@ def test_trainer_and_worker_share_the_store_and_outlive_a_restart_of_its_server(
     asyncio.run(check())
 
 
-def read_with_every_command(agl: Start, store_url: str, trained: list[str]) -> None:
-    listed = json.loads(ended(agl("runs", "--store", store_url, "--limit", "1000", "--json")))
+def read_with_every_command(store_url: str, trained: list[str]) -> None:
+    def said(*words: str) -> str:
+        done = CliRunner().invoke(cli, [*words, "--store", store_url])
+        assert 0 == done.exit_code, done.output
+        assert SECRET not in done.output
+        return done.stdout
+
+    listed = json.loads(said("runs", "--limit", "1000", "--json"))
     assert len(trained) == len(listed)
-    assert trained[0] in ended(agl("show", trained[0], "--store", store_url))
-    exported = ended(agl("data", "export", "--store", store_url, *trained[:2])).splitlines()
+    assert trained[0] in said("show", trained[0])
+    exported = said("data", "export", *trained[:2]).splitlines()
     assert len(exported) >= 2
-    ended(agl("why", trained[0], "--store", store_url))
-    ended(agl("runs", "gc", "--store", store_url, "--keep", "10"))
-    left = json.loads(ended(agl("runs", "--store", store_url, "--limit", "1000", "--json")))
+    said("why", trained[0])
+    said("runs", "gc", "--keep", "10")
+    left = json.loads(said("runs", "--limit", "1000", "--json"))
     assert 10 == len(left)
 
 

@@ -26,6 +26,14 @@ def test_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "set TINKER_API_KEY, or give --key-file FILE" in found.output
 
 
+def test_wrong_key_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("short")
+    found = run_agl("tinker", "serve", "model", "--key-file", str(file))
+    assert 1 == found.exit_code
+    assert "begins with 'tml-'" in found.output
+
+
 def test_port_that_is_none_is_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     found = run_agl("tinker", "serve", "model", "--port", "70000")

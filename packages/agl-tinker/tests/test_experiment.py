@@ -145,11 +145,3 @@ def test_killed_trainer_and_killed_server_train_every_rollout_once(
         await store.close()
 
     asyncio.run(check())
-
-
-def test_serve_refuses_a_wrong_key(start: Start, model_dir: Path, tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.write_text("short")
-    process = start("tinker", "serve", str(model_dir), "--key-file", str(file), cwd=tmp_path)
-    assert 0 != process.wait(PATIENCE_S)
-    assert "begins with 'tml-'" in (tmp_path / "output").read_text()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,14 @@ def run(command, *words: str) -> Result:
 def test_both_are_commands_of_agl_runs(folder):
     assert "archived 4 rollouts of 1 experiment" in run_agl("data", "archive", "kept", "--remove", folder=folder)
     assert "restored 4 rollouts of 1 experiment\n" in run_agl("data", "restore", "kept", folder=folder)
+
+
+def test_archive_without_pyarrow_names_the_package_to_install(folder, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("agl_data.archive.") and "command" not in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"need one more package; run: pip install .*agl-data\[parquet\]"):
+        run(archive, "kept")
 
 
 def test_archive_reports_what_it_did(folder):

@@ -108,7 +108,8 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_ma
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The model {path!r} cannot be loaded: {error}. "
-            "Give a directory in Hugging Face's format (config.json, model.safetensors, tokenizer.json) or a hub name."
+            "Give a directory in Hugging Face's format (config.json, model.safetensors, tokenizer.json) or a hub name. "
+            "Weights of a run are found only while its work directory has the path at which the run wrote them."
         ) from error
     if tokenizer.chat_template is None:
         raise ConfigError(

@@ -125,7 +125,8 @@ def checked_params(factory: Callable[..., Any], component: str, params: Mapping[
         # The most common mistake in an experiment file is a misspelled parameter, so the message
         # names the close one.
         if name not in named and not takes_any:
-            raise ConfigError(f"{component} takes no parameter {name!r}; {_accepted(name, list(named))}")
+            home = _home_of(name, _type_hints(factory)) or _accepted(name, list(named))
+            raise ConfigError(f"{component} takes no parameter {name!r}; {home}")
     absent = ", ".join(repr(p.name) for p in named.values() if p.default is p.empty and p.name not in params)
     if absent:
         raise ConfigError(f"{component} needs the parameter {absent}; add it. Its parameters are: {', '.join(named)}")
@@ -202,6 +203,12 @@ def _accepted(name: str, accepted: list[str]) -> str:
         return "it takes none; remove it"
     near = did_you_mean(name, accepted)
     return f"{f'{near} Its' if near else 'its'} parameters are: {', '.join(accepted)}"
+
+
+def _home_of(name: str, hints: Mapping[str, Any]) -> str:
+    """Return ``did you mean 'optim.lr'?`` if a parameter is a record with a field of this name, else ``""``."""
+    homes = [path for path, hint in hints.items() if name in getattr(hint, "__struct_fields__", ())]
+    return f"did you mean {f'{homes[0]}.{name}'!r}?" if homes else ""
 
 
 def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class Sink(Protocol):
 
 
 def flat_config(config: dict[str, Json], prefix: str = "") -> dict[str, str]:
-    """Flatten a configuration into texts by dotted name, such as ``algorithm.grpo.params.lr``."""
+    """Flatten a configuration into texts by dotted name, such as ``algorithm.grpo.params.optim.lr``."""
     found: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:

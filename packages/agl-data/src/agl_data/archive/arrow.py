@@ -14,13 +14,19 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from agl.hints import count_of
+from agl.errors import ConfigError
+from agl.hints import count_of, pip_install
 from agl.schemas import encode, from_json, to_json
 from agl_data.archive.layout import FORMAT, damaged, newer
 from agl_data.archive.places import Place
 
-_pa: Any = import_module("pyarrow")  # untyped
-_parquet: Any = import_module("pyarrow.parquet")
+try:
+    _pa: Any = import_module("pyarrow")  # untyped
+    _parquet: Any = import_module("pyarrow.parquet")
+except ImportError:
+    raise ConfigError(
+        f"archives are Parquet files, which need one more package; run: {pip_install('agl-data[parquet]')}"
+    ) from None
 
 Kind: TypeAlias = Literal["text", "texts", "int", "float", "bool", "time", "bytes", "ids", "floats"]
 """The type of a column; ``ids`` and ``floats`` are packed numbers of 32 bits, ``time`` counts microseconds."""

@@ -90,6 +90,11 @@ def export(
     if form in (*_OF_RESOURCES, "model"):
         _export_resources(manager, store_url, rollout_ids, form, output)
         return
+    if form in FORMATS and output is not None and output.suffix.lower() == ".parquet":
+        raise ConfigError(
+            f"--format {form} writes JSON lines, and {str(output)!r} says Parquet; name an --output that ends in "
+            ".jsonl. Parquet comes from --format verl, and from agl data archive, whose tables pandas reads"
+        )
     query = make_query(experiment, status, mode, limit=100)
     if chosen is not None and (form != "spans" or min_reward is not None or agents is not None):
         raise ConfigError(

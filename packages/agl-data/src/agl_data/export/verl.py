@@ -8,6 +8,7 @@ import importlib
 from typing import Any, BinaryIO
 
 from agl.errors import ConfigError
+from agl.hints import pip_install
 from agl.schemas import Json, to_json
 from agl_data.export.rows import ExportedRow, RowMaker
 from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers, storable
@@ -78,8 +79,8 @@ class _Table:
             parquet: Any = importlib.import_module("pyarrow.parquet")
         except ImportError as error:
             raise ConfigError(
-                "a Parquet file takes one more package; install it with pip install 'agl-data[parquet]', or name an "
-                "--output that ends in .jsonl"
+                "a Parquet file takes one more package, an --output that ends in .jsonl takes none; run: "
+                f"{pip_install('agl-data[parquet]')}"
             ) from error
         arrow = self._arrow
         fields = {

@@ -154,7 +154,7 @@ def _silent_groups(steps: _Steps) -> _Finding | None:
         f"{share:.0%} of the rollouts taught nothing, because the rollouts of a task got the same reward{rewarded}",
         "if that reward is low: easier tasks, a reward for a part of the way, a warm start with sft or rft, a larger "
         "group_size, or sdpo, which learns from errors and failed checks; if it is as high as it gets, these tasks are "
-        'learned: harder ones, or stop; if some tasks teach: refill = 3, or curriculum = "frontier"',
+        'learned: harder ones, or stop; if some tasks teach: sampling.refill = 3, or sampling.curriculum = "frontier"',
     )
 
 

@@ -3,6 +3,8 @@
 ``list`` and ``show`` import no component; ``check`` imports every one to find those that do not work.
 """
 
+from threading import Timer
+
 import click
 
 from agl import PluginManager
@@ -12,6 +14,9 @@ from agl.hints import count_of, did_you_mean
 from agl.schemas import Record
 from agl_inspect.terminal.opening import pass_manager
 from agl_inspect.terminal.output import json_option, print_json, print_table
+
+SLOW_S = 5.0
+"""Seconds after which ``agl plugins check`` names the component that is still being imported."""
 
 
 class PluginProblem(Record, frozen=True, kw_only=True):
@@ -95,6 +100,9 @@ def _findings(manager: PluginManager, status: PluginStatus) -> list[PluginProble
     found: list[PluginProblem] = []
     for component in status.components:
         kind, name = _split(component)
+        slow = Timer(SLOW_S, click.echo, [f"still importing the {kind} {name!r} ..."], {"err": True})
+        slow.daemon = True
+        slow.start()
         try:
             manager.check(manager.entry(kind, name))
         except AglError as error:
@@ -102,6 +110,8 @@ def _findings(manager: PluginManager, status: PluginStatus) -> list[PluginProble
             found.append(
                 PluginProblem(plugin=status.name, component=component, error=str(error), is_optional=is_optional)
             )
+        finally:
+            slow.cancel()
     return found
 
 

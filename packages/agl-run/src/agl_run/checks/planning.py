@@ -133,6 +133,13 @@ def _resource(name: str, given: ResourceConfig) -> Resource:
 
 def _check_section(plan: Plan) -> None:
     section, config = plan.config.experiment, plan.config
+    for algorithm in config.algorithm:
+        if ":" in algorithm.use:
+            raise ConfigError(
+                f"[[algorithm]] use = {algorithm.use!r} names a class; use the name under which a plugin registers it, "
+                "see the tutorial 'Write an algorithm'. A loss or an estimator of your own needs no plugin: "
+                "objective.loss and estimator take 'module:name'"
+            )
     for name in (section.name, *config.policy, *plan.resources, *(a.name for a in config.algorithm)):
         if len(name) > MAX_NAME:
             raise ConfigError(

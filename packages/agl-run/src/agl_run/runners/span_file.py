@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agl import semconv
-from agl.contracts import Upstream
+from agl.contracts import Tracer, Upstream
 from agl.schemas import Claim, Record, Span, decode, encode, from_json, new_span_id, new_trace_id, to_json
 
 VARIABLE = "AGL_SPAN_FILE"
@@ -114,6 +114,21 @@ def record_this_process() -> None:
         with lock, open(settings.file, "ab") as file:
             file.write(_HEADER.pack(len(data)) + data)
 
+    WireTracer().install()
+    UnrecordedCalls().install()
+    tracers: list[Tracer] = []
+    for name in settings.tracers:
+        try:
+            tracers += load_tracers([name], PluginManager.from_environment())
+        except AglError as error:
+            sys.stderr.write(f"agl: {error}\n")
+        except Exception as error:  # noqa: BLE001  # a tracer may raise anything, and the program runs without it
+            sys.stderr.write(
+                f"agl: the tracer {name!r} records nothing, because it raised {type(error).__name__}: {error}\n"
+            )
+    for tracer in tracers:
+        # Frameworks may end their spans in threads of their own.
+        atexit.register(tracer.flush, 1.0)
     attempt = ActiveAttempt(
         rollout_id=settings.rollout_id,
         attempt_id=settings.attempt_id,
@@ -123,20 +138,7 @@ def record_this_process() -> None:
         upstreams=settings.upstreams,
         gateway_url=settings.gateway_url,
         token=settings.token,
+        tracers=tuple(tracers),
     )
-    WireTracer().install()
-    UnrecordedCalls().install()
-    for name in settings.tracers:
-        try:
-            (tracer,) = load_tracers([name], PluginManager.from_environment())
-        except AglError as error:
-            sys.stderr.write(f"agl: {error}\n")
-        except Exception as error:  # noqa: BLE001  # a tracer may raise anything, and the program runs without it
-            sys.stderr.write(
-                f"agl: the tracer {name!r} records nothing, because it raised {type(error).__name__}: {error}\n"
-            )
-        else:
-            # Frameworks may end their spans in threads of their own.
-            atexit.register(tracer.flush, 1.0)
     # Never left: the whole process is the attempt.
     activate(attempt).__enter__()

@@ -85,6 +85,7 @@ class AgentPatternCheck:
         self._policies = {name: policy.agents for name, policy in plan.config.policy.items() if policy.agents}
         self._algorithm = algorithm
         self._roles = [] if algorithm is None else _roles(algorithm, plan)
+        self._tunable = set(plan.config.policy)
         self._report = report
         self._is_first = True
 
@@ -104,6 +105,8 @@ class AgentPatternCheck:
         self._report.see(calls)
         for policy, pattern in self._policies.items():
             self._check_policy(policy, pattern, calls, trains=trains)
+        if self._is_first and trains and self._algorithm is not None:
+            _check_models(self._algorithm, self._tunable.intersection(self._algorithm.tunes), calls)
         if self._algorithm is not None and self._algorithm.agents:
             self._check_algorithm(self._algorithm, calls, trains=trains)
         for role in self._roles:
@@ -139,6 +142,18 @@ class AgentPatternCheck:
         is_matched = self._report.add(role.setting, role.pattern, names, matches=role.matches)
         if self._is_first and not is_matched:
             self._report.warn(role.setting, f"{role.setting} matched none of the first rollouts; {seen(names)}")
+
+
+def _check_models(algorithm: AlgorithmConfig, policies: set[str], calls: Sequence[Transition]) -> None:
+    """Refuse to train if the agent called none of ``policies``, which the algorithm tunes."""
+    if not policies or any(call.policy in policies or call.reject != "not_selected" for call in calls):
+        return
+    policy = min(policies)
+    raise ConfigError(
+        f"algorithm {algorithm.name!r} has nothing to train on: no model call of the first rollouts went to the policy "
+        f"{policy!r}; of the first call: {calls[0].detail}. Let the agent call the model {policy!r}, or write the name "
+        f"that it calls into aliases of [policy.{policy}]"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
