@@ -8,13 +8,13 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from agl.errors import RunError
+from agl.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
-__all__ = ["damage", "prune", "step_directory", "write_directory"]
+__all__ = ["damage", "prune", "require_safetensors", "step_directory", "write_directory"]
 
 _CHECKSUMS = "checksums.sha256"
 """File with the SHA-256 of every other file of a directory, in the format of `sha256sum`."""
@@ -63,7 +63,7 @@ def _fill(directory: Path, fill: Callable[[Path], None]) -> None:
             _flush(path)
 
 
-def damage(directory: Path, *, state: str = "") -> str:
+def damage(directory: Path, *, state: str = _CHECKSUMS) -> str:
     """Return which file of a directory of `write_directory` is missing or was changed, `""` for none.
 
     Files that were added later do not matter. If there are no checksums, only the file named `state`, if any, is
@@ -96,6 +96,15 @@ def _checksums(directory: Path) -> str:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             lines.append(f"{found}  {path.relative_to(directory).as_posix()}\n")
     return "".join(lines)
+
+
+def require_safetensors(adapter: str) -> None:
+    """Raise ConfigError for an adapter without `adapter_model.safetensors`, in whose place peft would read a pickle."""
+    if not os.path.isfile(os.path.join(adapter, "adapter_model.safetensors")):
+        raise ConfigError(
+            f"The LoRA adapter {adapter} has no adapter_model.safetensors. Save it with safetensors; pickled weights "
+            "(adapter_model.bin) are not read."
+        )
 
 
 def step_directory(parent: Path, step: int) -> Path:

@@ -22,7 +22,7 @@ from torch import nn
 from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_algo_torch.learner.typed_torch import modules
-from agl_objectives.directories import damage
+from agl_objectives.directories import damage, require_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -207,7 +207,7 @@ def _is_absent(model: str) -> bool:
 
 def check_whole(model: str) -> None:
     """Raise ConfigError if `model` is a directory that differs from its checksums; hub names have none."""
-    if Path(model).is_dir() and (found := damage(Path(model))):
+    if Path(model).is_dir() and (found := damage(Path(model), state="")):
         raise ConfigError(
             f"The weights in {model} are damaged: {found}. "
             "Restore the file or use other weights; if you changed it yourself, remove checksums.sha256 there."
@@ -247,6 +247,7 @@ def open_adapter(model: nn.Module, path: str, *, settings: Lora) -> nn.Module:
             f"Run: {pip_install('agl-algo-torch[lora]')}"
         ) from error
     check_whole(path)
+    require_safetensors(path)
     try:
         adapted = cast("Any", PeftModel).from_pretrained(model, path, is_trainable=bool(settings.rank))
     except (ValueError, RuntimeError) as error:  # peft's for targets that the model lacks, and for other shapes
