@@ -118,13 +118,13 @@ def _array(key: str, value: Any, items: tuple[Any, ...], *, where: str) -> str:
         return f"write {key} = [{shown(value)}]"
     if choices:
         return f"write an array of {' or '.join(choices)}, such as {key} = [{shown(choices[0])}]"
+    if item is str:
+        return f'write an array of texts, such as {key} = ["NAME"]'
     if isinstance(value, list):
         ones = cast("list[Any]", value)
         each = items[:1] * len(ones) if ... in items or len(items) == 1 else items
         for number, (one, kind) in enumerate(zip(ones, each, strict=False)):
             check_value(one, kind, f"{where}[{number}]")
-    if item is str:
-        return f'write an array of texts, such as {key} = ["NAME"]'
     return f"write an array of {'numbers' if item in (int, float) else 'values'}"
 
 
