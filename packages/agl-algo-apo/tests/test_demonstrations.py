@@ -256,5 +256,5 @@ def test_demonstrations_of_training_tasks_that_repeat_validation_tasks_cost_no_r
 
 
 def test_negative_number_of_demonstrations_is_refused(optimize: Optimize) -> None:
-    with pytest.raises(ConfigError, match="Expected `int` >= 0; got -1"):
+    with pytest.raises(ConfigError, match=r"demonstrations\.most is -1; write a whole number of at least 0"):
         optimize(easy(1), demonstrations={"most": -1})

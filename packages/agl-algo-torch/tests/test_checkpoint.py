@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import subprocess
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +20,13 @@ from safetensors import SafetensorError
 from agl.errors import AglError, ConfigError, RunError
 from agl.schemas import Weights
 from agl_algo_torch.learner.checkpoint import load_training, read_origin, save_served, save_training
-from agl_algo_torch.learner.model import load_model
+from agl_algo_torch.learner.model import load_model, served_state
 from agl_algo_torch.learner.optim import apply_gradients, build_optimizer, learning_rate
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.weights import read_weights
 from agl_objectives.directories import damage, prune, write_directory
 from agl_objectives.reports import averaged
 from agl_objectives.settings import Compute, Lora, Optim
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # peft 0.21 reads an attribute that transformers 5.23 renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -98,6 +98,23 @@ def test_exported_weights_load_as_what_was_trained(model_dir: Path, tmp_path: Pa
     assert torch.equal(learner.loaded.model(input_ids=IDS).logits, served(input_ids=IDS).logits)
 
 
+@pytest.mark.parametrize("lora", [Lora(), Lora(rank=4)], ids=["all weights", "lora"])
+def test_damaged_exported_weights_are_named_and_not_loaded(model_dir: Path, tmp_path: Path, lora: Lora) -> None:
+    settings = LearnerSettings(optim=OPTIM, total=10, lora=lora, compute=Compute(device="cpu"))
+    learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings)
+    weights = learner.export(tmp_path, step=1, keep=2)
+    (file,) = Path(weights.uri).glob("*.safetensors")
+    whole = bytearray(file.read_bytes())
+    whole[-1] ^= 1
+    file.write_bytes(whole)
+    for load in (
+        lambda: PolicyLearner(origin=weights, settings=settings),
+        lambda: read_weights(weights, like=served_state(learner.loaded.model)),
+    ):
+        with pytest.raises(ConfigError, match=f"are damaged: {file} is missing or was changed"):
+            load()
+
+
 def test_an_exported_adapter_is_opened_and_trained_further(model_dir: Path, tmp_path: Path) -> None:
     settings = LearnerSettings(optim=OPTIM, total=10, lora=Lora(rank=4), compute=Compute(device="cpu"))
     learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings)
@@ -126,7 +143,14 @@ def test_a_failed_write_leaves_the_old_directory(tmp_path: Path) -> None:
     assert ("new", ["c"]) == ((target / "f").read_text(), os.listdir(tmp_path))
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space"), SafetensorError("No space left on device (os error 28)")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        SafetensorError(f"No space left on device (os error {errno.ENOSPC})"),
+    ],
+)
 def test_full_disk_is_named_and_leaves_the_old_state_alone(tmp_path: Path, error: Exception) -> None:
     write_directory(tmp_path / "000001", lambda d: (d / "f").write_text("old") and None)
 
@@ -134,7 +158,7 @@ def test_full_disk_is_named_and_leaves_the_old_state_alone(tmp_path: Path, error
         (directory / "f").write_text("half")
         raise error
 
-    with pytest.raises(RunError, match=r"disk is full: .*000002 needs more than the .* MB that are free"):
+    with pytest.raises(RunError, match=r"disk or a quota is full: .*000002 was not written, with .* MB free"):
         write_directory(tmp_path / "000002", fail)
     assert ["000001"] == os.listdir(tmp_path)
 

@@ -342,7 +342,7 @@ def test_token_that_a_server_rules_out_has_a_finite_gap() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"teacher": ""}, "'teacher' is wrong: Expected `str` of length >= 1"),
+        ({"teacher": ""}, 'teacher is ""; correct it: Expected `str` of length >= 1'),
         ({"teacher": "./big", "reward_coef": 1.0, "group_size": 1}, "group_size is 1"),
         ({"teacher": "./big", "reward_coef": -1.0}, "reward_coef"),
         ({"teacher": "./big", "estimator": "remax"}, "distill got estimator = 'remax'"),

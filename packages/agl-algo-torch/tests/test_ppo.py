@@ -165,8 +165,8 @@ def test_value_loss_takes_the_worse_of_clipped_and_free() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"lam": 1.5}, "'gae.lam' is wrong: Expected `float` <= 1.0; got 1.5"),
-        ({"kl": "k9"}, "'objective.kl' is wrong.*'k9'.*k3"),
+        ({"lam": 1.5}, "gae.lam is 1.5; write a number of at least 0 and of at most 1"),
+        ({"kl": "k9"}, 'objective.kl is "k9"; write one of .*k3'),
     ],
 )
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:

@@ -214,10 +214,13 @@ def test_importance_weights_reach_the_loss_where_the_sampler_is_not_corrected(mo
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"replay_share": 1.0}, "'replay.share' is wrong: Expected `float` < 1.0; got 1.0"),
-        ({"replay_share": -0.5}, "'replay.share' is wrong: Expected `float` >= 0.0; got -0.5"),
-        ({"replay_share": 0.5, "replay_bound": 0.0}, "'replay.bound' is wrong: Expected `float` > 0.0; got 0.0"),
-        ({"replay_share": 0.5, "replay_max_staleness": 0}, "'replay.max_staleness' is wrong: .* >= 1; got 0"),
+        ({"replay_share": 1.0}, "replay.share is 1.0; write a number of at least 0 and below 1"),
+        ({"replay_share": -0.5}, "replay.share is -0.5; write a number of at least 0 and below 1"),
+        ({"replay_share": 0.5, "replay_bound": 0.0}, "replay.bound is 0.0; write a number above 0"),
+        (
+            {"replay_share": 0.5, "replay_max_staleness": 0},
+            "replay.max_staleness is 0; write a whole number of at least 1",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:

@@ -179,6 +179,14 @@ def test_an_adapter_that_fits_no_layer_is_refused_with_both_lists_of_names(
         open_adapter(load_model(str(model_dir), device="cpu").model, adapter.uri, settings=lora)
 
 
+def test_an_adapter_with_pickled_weights_is_refused(model_dir: Path, adapter: Weights) -> None:
+    file = Path(adapter.uri) / "adapter_model.safetensors"
+    torch.save(read_tensors(file), file.with_name("adapter_model.bin"))
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors\..*pickled weights"):
+        open_adapter(load_model(str(model_dir), device="cpu").model, adapter.uri, settings=LORA)
+
+
 def test_an_adapter_for_layers_that_the_model_lacks_is_refused(model_dir: Path, adapter: Weights) -> None:
     file = Path(adapter.uri) / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": ["qkv_proj"]}))

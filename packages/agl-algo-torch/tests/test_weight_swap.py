@@ -173,7 +173,7 @@ def test_whole_weights_from_memory_replace_an_adapter_and_its_base(stock: Stock)
 def changed(weights: Weights, *, config: dict[str, object]) -> Weights:
     """Return a copy of an adapter on disk with some fields of its configuration changed."""
     folder = Path(f"{weights.uri}-changed")
-    shutil.copytree(weights.uri, folder)
+    shutil.copytree(weights.uri, folder, ignore=shutil.ignore_patterns("checksums.sha256"))
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     return Weights(uri=str(folder), base_model=weights.base_model, format="lora")

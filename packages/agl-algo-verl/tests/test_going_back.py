@@ -6,11 +6,13 @@ import asyncio
 import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from safetensors.torch import load_file
 
+from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.local.critic import VerlCritic
 from agl_algo_verl.local.worker import VerlWorker
@@ -23,8 +25,6 @@ from agl_testing.conformance.bench import AlgorithmBench
 from .world import config, scenario
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
 KEYS: dict[str, Any] = {"trainer.total_training_steps": 8, "actor.optim.lr": 3e-3}
@@ -125,6 +125,36 @@ def test_missing_state_is_said_and_training_goes_on_from_the_live_weights(model_
     assert 3 == asyncio.run(body()).step
     assert said[-1].endswith("is gone; training goes on with new moments of AdamW")
     assert distance(served(tmp_path, 1), served(tmp_path, 3)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["outside", "changed"])
+def test_checkpoint_outside_of_the_run_or_with_a_changed_file_is_not_unpickled(
+    kind: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = AlgorithmBench(scenario(model_dir, **KEYS), tmp_path / "run")
+
+    async def body() -> None:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            await algorithm.step()
+            state = dict(algorithm.state())
+            checkpoint = Path(str(state["checkpoint"]))
+            if kind == "outside":
+                state["checkpoint"] = str(shutil.copytree(checkpoint, tmp_path / "elsewhere"))
+            else:
+                next(checkpoint.glob("*.pt")).write_bytes(b"forged")
+            other = bench.scenario.make()
+            await other.setup(bench.context())
+            monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("unpickled"))
+            await other.restore(state)
+
+    says = {
+        "outside": "outside of the run's folder",
+        "changed": r"no whole training checkpoint .*\.pt is missing or was",
+    }
+    with pytest.raises(ConfigError, match=says[kind]):
+        asyncio.run(body())
 
 
 def opened_on_a_cluster(model_dir: Path, **keys: Any) -> Any:

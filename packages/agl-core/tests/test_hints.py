@@ -1,11 +1,15 @@
 """Hints in messages: the name that was probably meant, and the command that installs a package."""
 
+import re
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from msgspec import Meta
 
 from agl import hints
-from agl.hints import closest, did_you_mean, pip_install
+from agl.errors import ConfigError
+from agl.hints import check_value, closest, did_you_mean, pip_install
 
 PROJECT = '[project]\nname = "{name}"\ndependencies = {needs}\n'
 
@@ -61,3 +65,20 @@ def test_cutoff_says_how_close_a_name_must_be() -> None:
 def test_word_of_a_longer_name_finds_the_shortest_name_with_it() -> None:
     assert ("sql-match", "") == (closest("sql", ["sql-executes", "sql-match"]), closest("sq", ["sql-match"]))
     assert ("", "") == (closest("1", ["conv-1"]), did_you_mean("is", ["is-a-number"]))
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "says"),
+    [
+        ("fast", float, 'optim.lr is "fast"; write a number without quotes, such as lr = 1e-06'),
+        (-1.0, Annotated[float, Meta(ge=0, lt=1)], "optim.lr is -1.0; write a number of at least 0 and below 1"),
+        ([0.9, 1.0], tuple[Annotated[float, Meta(lt=1)], ...], "optim.lr[1] is 1.0; write a number below 1"),
+        ({"a": 1}, dict[str, str], 'optim.lr.a is 1; write one text in quotes: a = "..."'),
+        ("no", float | Literal["auto"], 'optim.lr is "no"; write a number .*lr = 1e-06, or write one of auto'),
+        ("", Annotated[str, Meta(min_length=1)], 'optim.lr is ""; correct it: Expected `str` of length >= 1'),
+    ],
+)
+def test_value_that_does_not_fit_is_refused_with_what_to_write(value: object, hint: object, says: str) -> None:
+    pattern = says if ".*" in says else re.escape(says)
+    with pytest.raises(ConfigError, match=f"^the algorithm 'grpo': {pattern}$"):
+        check_value(value, hint, "the algorithm 'grpo': optim.lr", example=1e-06)

@@ -223,7 +223,7 @@ def test_build_names_a_missing_parameter():
 def test_build_refuses_a_value_of_the_wrong_type(params):
     manager, entry = with_reward(Scaled)
     name = list(params)[-1]
-    with pytest.raises(ConfigError, match=f"parameter '{name}' is wrong"):
+    with pytest.raises(ConfigError, match=f"the reward 'toy': {name} is .*; write "):
         manager.build(entry, **params)
 
 

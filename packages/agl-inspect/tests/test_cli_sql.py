@@ -33,7 +33,7 @@ def spans_of(claim: Claim) -> tuple[Span, ...]:
         finish_reason="stop",
     )
     counted = ModelCall(request_id="r2", dialect="chat", model="judge", response={"choices": []})
-    counts = {semconv.INPUT_TOKENS: 70, semconv.OUTPUT_TOKENS: 9}
+    counts = {semconv.INPUT_TOKENS: 70, semconv.OUTPUT_TOKENS: 9, semconv.CACHE_READ_TOKENS: 64}
     return (
         Span(**ids, span_id="a" * 16, name="invoke_agent solver", attributes={semconv.AGENT_NAME: "solver"}),
         Span(**ids, span_id="b" * 16, parent_id="a" * 16, name="chat m", call=exact, start_ns=2),
@@ -125,6 +125,16 @@ def test_calls_rewards_and_attempts_are_joined_by_their_ids():
 
 
 @pytest.mark.usefixtures("filled")
+def test_prompt_tokens_from_the_providers_cache_are_counted_for_calls_and_rollouts():
+    assert [(0, 3), (64, 70)] == [
+        tuple(row.values()) for row in rows("SELECT cached_tokens, prompt_tokens FROM calls ORDER BY started_at")
+    ]
+    assert [(64,), (0,), (0,)] == [
+        tuple(row.values()) for row in rows("SELECT cached_tokens FROM rollouts ORDER BY rollout_id")
+    ]
+
+
+@pytest.mark.usefixtures("filled")
 def test_experiment_limits_every_table():
     query = "SELECT experiment FROM rollouts UNION ALL SELECT experiment FROM metrics"
     assert [{"experiment": "other"}] * 2 == rows(query, "--experiment", "other")
@@ -173,7 +183,7 @@ def test_columns_of_one_name_are_refused_where_json_would_keep_one_of_them():
     result = sql(query, "--json")
     assert (1, True) == (
         result.exit_code,
-        "several columns are called prompt_tokens, response_tokens, " in result.stderr,
+        "several columns are called prompt_tokens, response_tokens, cached_tokens, " in result.stderr,
     )
     assert 2 == sql(query, "--csv").output.splitlines()[0].split(",").count("prompt_tokens")
     assert 1 == len(rows("SELECT r.prompt_tokens AS every, c.prompt_tokens FROM rollouts r JOIN calls c LIMIT 1"))

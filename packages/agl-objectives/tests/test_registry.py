@@ -67,7 +67,7 @@ def test_a_function_of_ones_own_is_an_estimator() -> None:
     [
         ("gspoo", {}, r"No loss is named 'gspoo'; did you mean 'gspo'\? Use one of: ppo-clip, gspo.*module:name"),
         ("gspo", {"clip_hi": 1}, "loss 'gspo' takes no parameter 'clip_hi'; did you mean 'clip_high'"),
-        ("gspo", {"clip_high": "much"}, "'clip_high' is wrong: Expected `float`, got `str`; got 'much'"),
+        ("gspo", {"clip_high": "much"}, 'clip_high is "much"; write a number without quotes, such as clip_high = 0.5'),
         ("gpg", {"scale": 1}, "its parameters are: none"),
         ("no_such_module:f", {}, "cannot be imported from 'no_such_module:f'"),
         (f"{__name__}:absent", {}, "cannot be imported from"),

@@ -24,7 +24,7 @@ def solve(task):
         raise ValueError(f"no answer to question {task['n']}\\nfor a long reason")
     if task["do"] == "miss":
         raise KeyError("question")
-    return 1.0
+    return None if task["do"] == "unrewarded" else 1.0
 """
 
 
@@ -111,6 +111,11 @@ def test_run_with_some_failures_names_the_most_frequent_error(
         "3 of 5 rollouts failed, most often with ValueError: no answer to question 1 (2). "
         "Look at one with: agl show e-1-record-test-00001-00001-000"
     ] == [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+
+
+def test_validation_counts_the_rollouts_without_a_reward(tmp_path: Path) -> None:
+    result = run(tmp_path, train=tasks("work"), val=tasks("unrewarded", "work", "raise"))
+    assert "validation reward after step 0: 0.333 (1 of 3 failed, 1 of 3 without a reward)\n" in result.output
 
 
 def test_run_without_failures_says_nothing_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

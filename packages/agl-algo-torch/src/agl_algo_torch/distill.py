@@ -212,7 +212,7 @@ class Distill(OnPolicy):
         if self._reward_coef:
             batch = prepare(groups, credit=self._context.credit, estimator=self._estimator.call)
             if notice := self._unused.news(final=batch.final, calls=batch.calls):
-                self._context.say(f"{self._context.name}: {notice}")
+                self._context.say(notice)
             # No group statistic sees the teacher: its part is added after A_i was compared and scaled.
             scaled = [replace(row, advantages=self._reward_coef * row.advantages) for row in batch.samples]
             return scaled, batch.metrics

@@ -159,7 +159,7 @@ class GRPO(OnPolicy):
             baselines=collected.baselines,
         )
         if notice := self._unused.news(final=batch.final, calls=batch.calls):
-            context.say(f"{context.name}: {notice}")
+            context.say(notice)
         metrics = batch.metrics | collected.metrics
         metrics |= rollout_shares(collected.episodes, dropped=collected.dropped.total(), loud=batch.loud)
 

@@ -241,8 +241,8 @@ class PreferenceAlgorithm(Supplied, ABC):
             )
         self._written = type(self).read(context.folder / self._data)
         context.say(
-            f"{context.name}: {len(self._written)} examples of text in {self._data}; their token ids come from the "
-            "policy's tokenizer and chat template, because the sampled ones were not recorded"
+            f"{len(self._written)} examples of text in {self._data}; their token ids come from the policy's tokenizer "
+            "and chat template, because the sampled ones were not recorded"
         )
 
     async def step(self) -> StepReport:

@@ -147,7 +147,7 @@ class SFT:
             max_tokens=loaded.context_length,
             stop_ids=loaded.stop_ids,
         ):
-            self._context.say(f"{self._context.name}: {text}")
+            self._context.say(text)
         self._is_checked = True
 
     def _update(self, learner: PolicyLearner) -> dict[str, float]:

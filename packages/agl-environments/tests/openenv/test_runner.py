@@ -264,7 +264,7 @@ def test_full_server_is_waited_for(trainer: Make) -> None:
         ('{ url = "x", command = ["y"] }', "needs a server"),
         ('{ url = "localhost:8000" }', "write http://HOST:PORT"),
         ('{ link = "x" }', "has no parameter 'link'; there are command, "),
-        ('{ url = "http://x", reward = "mean" }', "[runner] params: "),
+        ('{ url = "http://x", reward = "mean" }', 'runner.params.reward is "mean"; write one of '),
         ('{ command = ["server"] }', 'has no {port}; write the port as "{port}"'),
         ('{ command = ["no-such-program", "{port}"] }', "cannot be started: no-such-program"),
         ('{ command = ["sh", "-c", "echo no module {port}; exit 2"] }', "ended with exit code 2 after its start"),

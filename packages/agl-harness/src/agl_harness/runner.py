@@ -17,6 +17,7 @@ import msgspec
 
 from agl import semconv
 from agl.errors import ConfigError, RunError
+from agl.hints import check_table
 from agl.schemas import (
     LLM,
     AttemptStatus,
@@ -367,10 +368,7 @@ def _settings(params: dict[str, Any]) -> HarnessSettings:
     unknown = [name for name in params if name not in known]
     if unknown:
         raise ConfigError(f"the runner 'harness' has no parameter {unknown[0]!r}; there are {', '.join(sorted(known))}")
-    try:
-        return msgspec.convert(params, HarnessSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"[runner] params: {error}") from None
+    return check_table(params, HarnessSettings, "runner.params.")
 
 
 def _root(claim: Claim) -> Span:

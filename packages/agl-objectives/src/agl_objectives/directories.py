@@ -8,16 +8,18 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from agl.errors import RunError
+from agl.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
-__all__ = ["damage", "prune", "step_directory", "write_directory"]
+__all__ = ["damage", "prune", "require_safetensors", "step_directory", "write_directory"]
 
 _CHECKSUMS = "checksums.sha256"
 """File with the SHA-256 of every other file of a directory, in the format of `sha256sum`."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # of the disk, of the user's quota
 
 
 def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
@@ -25,7 +27,7 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
 
     A `target` that exists is replaced. A crash at any point leaves the old one, the new one, or none, but never a
     mixture. Leftovers of an earlier crash are removed. The directory also gets checksums, which `damage` compares.
-    Raises RunError if the disk is full; what was written is then removed, and an old `target` stays.
+    Raises RunError if the disk or a quota is full; what was written is then removed, and an old `target` stays.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (target.with_name(f".{target.name}.{kind}") for kind in ("new", "old"))
@@ -37,11 +39,11 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
     except Exception as error:
         shutil.rmtree(fresh, ignore_errors=True)
         # safetensors raises an error of its own, which names the number in its text.
-        if getattr(error, "errno", None) != errno.ENOSPC and f"os error {errno.ENOSPC}" not in str(error):
+        if not any(getattr(error, "errno", None) == full or f"os error {full}" in str(error) for full in _FULL):
             raise
         free = shutil.disk_usage(target.parent).free
         raise RunError(
-            f"The disk is full: {target} needs more than the {free / 1e6:.1f} MB that are free, and was not written. "
+            f"The disk or a quota is full: {target} was not written, with {free / 1e6:.1f} MB free on the disk. "
             "States saved before are whole. Make room, then continue with --resume."
         ) from error
     if target.exists():
@@ -61,15 +63,17 @@ def _fill(directory: Path, fill: Callable[[Path], None]) -> None:
             _flush(path)
 
 
-def damage(directory: Path, *, state: str) -> str:
+def damage(directory: Path, *, state: str = _CHECKSUMS) -> str:
     """Return which file of a directory of `write_directory` is missing or was changed, `""` for none.
 
-    Files that were added later do not matter. If there are no checksums, only the file named `state` is checked: it
-    must not be empty.
+    Files that were added later do not matter. If there are no checksums, only the file named `state`, if any, is
+    checked: it must not be empty.
     """
     if not directory.is_dir():
         return f"{directory} does not exist"
     has_checksums = (directory / _CHECKSUMS).exists()
+    if not (has_checksums or state):
+        return ""
     path = directory / (_CHECKSUMS if has_checksums else state)
     try:
         expected = path.read_text(encoding="utf-8", errors="replace")
@@ -92,6 +96,15 @@ def _checksums(directory: Path) -> str:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             lines.append(f"{found}  {path.relative_to(directory).as_posix()}\n")
     return "".join(lines)
+
+
+def require_safetensors(adapter: str) -> None:
+    """Raise ConfigError for an adapter without `adapter_model.safetensors`, in whose place peft would read a pickle."""
+    if not os.path.isfile(os.path.join(adapter, "adapter_model.safetensors")):
+        raise ConfigError(
+            f"The LoRA adapter {adapter} has no adapter_model.safetensors. Save it with safetensors; pickled weights "
+            "(adapter_model.bin) are not read."
+        )
 
 
 def step_directory(parent: Path, step: int) -> Path:

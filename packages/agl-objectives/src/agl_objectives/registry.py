@@ -17,12 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-import msgspec
 import torch
 
 from agl import PluginManager
 from agl.errors import AglError, ConfigError
-from agl.hints import did_you_mean
+from agl.hints import check_value, did_you_mean
 from agl_objectives import plugin as own
 from agl_objectives.contract import Estimates, LossTerms, Scores, TokenBatch, surveyed
 from agl_objectives.entries import EstimatorEntry, LossEntry
@@ -172,22 +171,15 @@ def _checked(component: str, factory: Any, params: Mapping[str, Any]) -> dict[st
     if absent:
         raise ConfigError(f"{component} needs the parameter {absent[0]!r}; its parameters are: {', '.join(names)}")
     hints = _hints(factory)
-    return {name: _converted(component, name, value, hints.get(name)) for name, value in params.items()}
+    return {name: check_value(value, hints.get(name, Any), f"{component}: {name}") for name, value in params.items()}
 
 
 def _hints(factory: Any) -> dict[str, Any]:
     target = factory.__init__ if inspect.isclass(factory) else factory
     try:
-        return get_type_hints(target)
+        return get_type_hints(target, include_extras=True)
     except (NameError, TypeError):  # names that are imported only for type checking, or an object without annotations
         return {}
-
-
-def _converted(component: str, name: str, value: Any, hint: Any) -> Any:
-    try:
-        return value if hint is None else msgspec.convert(value, hint)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{component}: the parameter {name!r} is wrong: {error}; got {value!r}") from error
 
 
 T = TypeVar("T")

@@ -253,7 +253,7 @@ class Tinker:
         credits = [list(calls) for group in groups for calls in context.credit.assign(group)]
         final = sum(call.is_advantage for calls in credits for call in calls)
         if notice := self._unused.news(final=final, calls=sum(map(len, credits))):
-            context.say(f"{context.name}: {notice}")
+            context.say(notice)
         # The task of each rollout, whose G rewards R_1 ... R_G are compared.
         places = [index for index, group in enumerate(groups) for _ in group]
         # `grpo`: A_i = (R_i - mean(R)) / (std(R) + eps), section 4.1.2; `dr_grpo` leaves out the division (Liu et al.
@@ -308,7 +308,7 @@ class Tinker:
         try:
             return await self._train(rows, step=step)
         except PolicyError as error:
-            self._context.say(f"{self._context.name}: {error}; going on from the last saved state")
+            self._context.say(f"{error}; going on from the last saved state")
         # The weights are again those before the step, so repeating all its updates gives the same result.
         self._model = None
         return await self._train(rows, step=step)

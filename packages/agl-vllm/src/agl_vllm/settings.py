@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from agl.errors import ConfigError
-from agl.hints import did_you_mean
+from agl.hints import check_table, did_you_mean
 from agl.schemas import Record
 from agl.urls import base_url_of
 
@@ -78,10 +76,7 @@ def read_settings(name: str, values: Mapping[str, Any]) -> VllmSettings:
         raise ConfigError(f"policy {name!r}: vllm does not know {unknown}; {hint}")
     if "model" not in values:
         raise ConfigError(f"policy {name!r}: vllm needs model, the directory or hub name of the weights")
-    try:
-        settings = msgspec.convert(dict(values), VllmSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"policy {name!r}: a setting of vllm is of the wrong kind: {error}; correct it") from error
+    settings = check_table(values, VllmSettings, f"policy {name!r}: ")
     if settings.urls:
         _check_attached(name, settings, values)
     else:

@@ -22,6 +22,7 @@ from torch import nn
 from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_algo_torch.learner.typed_torch import modules
+from agl_objectives.directories import damage, require_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -90,13 +91,14 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_ma
     holds them in `dtype`. An update of AdamW moves a weight by about `lr`, and bfloat16 would round this away for a
     weight more than 256 times as large.
 
-    Raises ConfigError if `dtype` is unknown, the model cannot be read, or it has no chat template.
+    Raises ConfigError if `dtype` is unknown, the model is damaged or cannot be read, or it has no chat template.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown for model {path!r}. Use one of: {', '.join(DTYPES)}.")
     where, held = pick_device(device), torch.float32 if is_master else DTYPES[dtype]
+    check_whole(path)
     try:
         if _is_absent(path):  # otherwise transformers would ask the hub for it, several times
             raise OSError("there is no such directory")
@@ -203,6 +205,15 @@ def _is_absent(model: str) -> bool:
     return is_place and not path.is_dir()
 
 
+def check_whole(model: str) -> None:
+    """Raise ConfigError if `model` is a directory that differs from its checksums; hub names have none."""
+    if Path(model).is_dir() and (found := damage(Path(model), state="")):
+        raise ConfigError(
+            f"The weights in {model} are damaged: {found}. "
+            "Restore the file or use other weights; if you changed it yourself, remove checksums.sha256 there."
+        )
+
+
 def add_lora(model: nn.Module, settings: Lora) -> nn.Module:
     """Return `model` with trainable adapters and frozen base weights, in evaluation mode (needs the extra `lora`)."""
     try:
@@ -225,8 +236,8 @@ def open_adapter(model: nn.Module, path: str, *, settings: Lora) -> nn.Module:
     """Return `model` with the trainable adapter in `path`, in evaluation mode.
 
     With rank 0 in `settings` the adapter is merged, and all weights are trainable.
-    Raises ConfigError if the adapter does not fit the model, if its rank, alpha or targets differ from the settings, or
-    if peft is missing.
+    Raises ConfigError if the adapter is damaged or does not fit the model, if its rank, alpha or targets differ from
+    the settings, or if peft is missing.
     """
     try:
         from peft import PeftModel
@@ -235,6 +246,8 @@ def open_adapter(model: nn.Module, path: str, *, settings: Lora) -> nn.Module:
             f"The weights {path} are a LoRA adapter, but peft is not installed. "
             f"Run: {pip_install('agl-algo-torch[lora]')}"
         ) from error
+    check_whole(path)
+    require_safetensors(path)
     try:
         adapted = cast("Any", PeftModel).from_pretrained(model, path, is_trainable=bool(settings.rank))
     except (ValueError, RuntimeError) as error:  # peft's for targets that the model lacks, and for other shapes

@@ -149,7 +149,7 @@ class TunedPolicy:
         self.step, self.updates, self._is_moving, self._behind = step, learner.updates, False, None
         self._interval.stepped()
         if notice := learner.skipped.news():
-            self._context.say(f"{self._context.name}: {notice}")
+            self._context.say(notice)
         if self._context.defer is None:
             await self.save(True)
         return published
@@ -243,8 +243,8 @@ class TunedPolicy:
             problem = _damage_of_step(path)
             if not problem and problems:
                 self._context.say(
-                    f"{self._context.name}: the saved state of step {int(wanted.name)} is damaged: {problems[0]}. "
-                    f"Training continues from the state of step {int(path.name)}, {path}"
+                    f"the saved state of step {int(wanted.name)} is damaged: {problems[0]}. "
+                    f"Training continues from the state of step {int(path.name)}, {path}; later updates are lost"
                 )
             if not problem:
                 return str(path)
@@ -281,7 +281,7 @@ class TunedPolicy:
         for notice in learner.notices:
             if notice not in self._said:
                 self._said.add(notice)
-                self._context.say(f"{self._context.name}: {notice}")
+                self._context.say(notice)
 
     @property
     def opened(self) -> PolicyLearner:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from agl_algo_torch.learner.model import LoadedModel, load_model, open_adapter, served_state
+from agl_algo_torch.learner.model import LoadedModel, check_whole, load_model, open_adapter, served_state
 from agl_algo_torch.learner.typed_torch import read_tensors
 from agl_objectives.settings import Lora
 
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 def read_weights(weights: Weights, *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of `weights` under the names in `like`, the state dict of the model that will get them.
 
-    An adapter is merged into its base model. Raises ConfigError if the weights cannot be read.
+    An adapter is merged into its base model. Raises ConfigError if the weights are damaged or cannot be read.
     """
     if weights.format == "lora":
         base = load_model(weights.base_model, device="cpu").model
         return dict(open_adapter(base, weights.uri, settings=Lora()).state_dict())
+    check_whole(weights.uri)
     files = sorted(Path(weights.uri).glob("*.safetensors"))
     state = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
     if state and not misfits(like, state):

@@ -261,7 +261,7 @@ class Engine:
             try:
                 self._turn()
             except Exception as error:  # noqa: BLE001 - isolation point: one bad pass must not end the server
-                _log.exception("a generation step failed; %d requests are answered with it", len(self._running))
+                _log.exception("a generation step failed; every running request is answered with its error")
                 self._fail(EngineError(f"Generation failed: {type(error).__name__}: {error}."), self._running)
                 self._reset()
         stopped = EngineStoppedError("The policy server was stopped before this request finished.")

@@ -27,7 +27,7 @@ from agl_algo_verl.losses.metrics import plain_metrics
 from agl_algo_verl.privates import with_own_settings
 from agl_algo_verl.rows.batches import micro_batched, responses
 from agl_algo_verl.typed import verl_part
-from agl_objectives.directories import prune, step_directory, write_directory
+from agl_objectives.directories import damage, prune, step_directory, write_directory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence
@@ -97,9 +97,9 @@ class VerlCritic:
         Raises ConfigError if the checkpoint does not exist.
         """
         source = step_directory(workdir / "critic", step)
-        if not source.is_dir():
+        if problem := damage(source):
             raise ConfigError(
-                f"There is no checkpoint of the critic in {source}. "
+                f"There is no whole checkpoint of the critic in {source}: {problem}. "
                 "Resume where the run's files are, or start the run under a new name."
             )
         # Moments and schedule come from the checkpoint; learning rate, betas and weight decay from the settings.

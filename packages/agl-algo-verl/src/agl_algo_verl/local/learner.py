@@ -28,6 +28,7 @@ from agl_algo_verl.losses.correction import corrected, correction_metrics
 from agl_algo_verl.losses.metrics import finite
 from agl_algo_verl.rows.replay import with_replayed
 from agl_algo_verl.rows.token_numbers import mean_entropy
+from agl_algo_verl.rows.training import own_checkpoint
 from agl_objectives.directories import step_directory
 from agl_objectives.reports import Skipped, averaged
 
@@ -213,7 +214,7 @@ class VerlLearner:
         """Continue from `state`: restores weights, optimizer moments, schedules, random state and critic."""
         self._opened, self._kl.value = str(state["opened"]), float(state["kl_coef"])
         self._rate = float(state["rate"])
-        checkpoint, place = str(state["checkpoint"]), state["place"]
+        checkpoint, place = own_checkpoint(state, workdir=self._workdir), state["place"]
         self._behind = None if place is None else Behind(checkpoint=checkpoint, place=int(place))
         if checkpoint:
             await asyncio.to_thread(self._resume, Path(checkpoint))
@@ -224,7 +225,7 @@ class VerlLearner:
         If the state is empty or its checkpoint is missing, the live weights are opened next, with new moments. Returns
         the missing checkpoint, or `""`.
         """
-        checkpoint = str(state.get("checkpoint", ""))
+        checkpoint = own_checkpoint(state, workdir=self._workdir)
         missing = checkpoint if checkpoint and not Path(checkpoint).is_dir() else ""
         checkpoint = "" if missing else checkpoint
         place = 0 if self._worker is None else self._worker.place

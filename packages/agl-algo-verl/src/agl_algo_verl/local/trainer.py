@@ -108,7 +108,7 @@ class VERL(VerlTraining):
             # Stored with the A of this step, because their group, the comparison, is gone later.
             self._replay.add(trained.own, version=self._live, uses=prepared.uses)
         if notice := self._learner.notice():
-            context.say(f"{context.name}: {notice}")
+            context.say(notice)
         metrics["update_s"] = time.perf_counter() - started  # seconds, log-probabilities and values included
 
         # 7. new weights; after a step without an update the live version stays

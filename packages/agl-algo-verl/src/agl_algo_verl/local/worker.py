@@ -31,7 +31,7 @@ from agl_algo_verl.rows.rows import RowSample
 from agl_algo_verl.runtime import prepare
 from agl_algo_verl.weights.adapters import adapter_of, write_adapter
 from agl_algo_verl.weights.probe import put_probe
-from agl_objectives.directories import prune, step_directory, write_directory
+from agl_objectives.directories import damage, prune, step_directory, write_directory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence
@@ -73,9 +73,9 @@ class VerlWorker:
 
         Learning rate, betas and weight decay come from the settings.
         """
-        if not (source / ORIGIN).is_file():
+        if problem := damage(source, state=ORIGIN):
             raise ConfigError(
-                f"There is no training checkpoint in {source}: {ORIGIN} is absent. "
+                f"There is no whole training checkpoint in {source}: {problem}. "
                 "Resume where the run's files are, or start the run under a new name."
             )
         worker = cls(origin=Weights(uri=_origin_in(source)), settings=settings, steps=steps)

@@ -60,7 +60,7 @@ from agl_algo_verl.ray.configuration import CHECKPOINTS, METRICS, compose, envir
 from agl_algo_verl.ray.schedule import schedule_after
 from agl_algo_verl.ray.validation import check_composed
 from agl_algo_verl.rows.replay import with_replayed
-from agl_algo_verl.rows.training import VerlTraining
+from agl_algo_verl.rows.training import VerlTraining, own_checkpoint
 from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.settings.packing import with_packing
 from agl_algo_verl.settings.ray import check_machine, read_ray_settings
@@ -245,7 +245,7 @@ class RayVERL(VerlTraining):
         self._step, self._base = int(state["step"]), int(state["base"])
         self._skipped = int(state["skipped"])
         self._opened, self._origin = str(state["opened"]), str(state["origin"])
-        self._checkpoint = str(state["checkpoint"])
+        self._checkpoint = own_checkpoint(state, workdir=self._workdir)
         self._start, self._rate = str(state["start"]), float(state["rate"])
         self._supply.restore(state["supply"])
         self._replay.load(step=self._step)
@@ -263,7 +263,7 @@ class RayVERL(VerlTraining):
         await self._stop()
         self._supply.go_back(step=self._step)
         await asyncio.to_thread(self._replay.clear, step=self._step)
-        checkpoint = str(state.get("checkpoint", ""))
+        checkpoint = own_checkpoint(state, workdir=self._workdir)
         self._rate, self._unsaved, self._start = rate, None, STARTS.format(self._step)
         self._opened, self._origin, self._checkpoint = str(state.get("opened", "")), "", ""
         if checkpoint and self.read.strategy == "fsdp2" and Path(checkpoint).is_dir():
@@ -479,5 +479,5 @@ class RayVERL(VerlTraining):
         """
         if not self._nonfinite.note(metrics.get("grad_norm", 0.0), update=self._step + 1):
             return metrics
-        self._context.say(f"{self._context.name}: {self._nonfinite.news()}")
+        self._context.say(self._nonfinite.news())
         return finite(metrics) | {"updates_nonfinite": 1.0}

@@ -18,7 +18,7 @@ import torch
 from safetensors import torch as safetensors
 
 from agl_algo_verl.rows.rows import RowSample
-from agl_objectives.directories import prune, step_directory, write_directory
+from agl_objectives.directories import damage, prune, step_directory, write_directory
 from agl_objectives.replay import Replayed, ReplayPool
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class VerlReplay:
     def load(self, *, step: int) -> None:
         """Load the rows that were stored at a step; nothing happens if replay was off then."""
         source = step_directory(self._workdir, step)
-        if not self.is_on or not source.is_dir():
+        if not self.is_on or damage(source):
             return
         state = json.loads((source / "replay.json").read_text(encoding="utf-8"))
         tensors: dict[str, torch.Tensor] = cast("Any", safetensors).load_file(source / "rows.safetensors")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agl.contracts import StepReport
+from agl.errors import ConfigError
 from agl_algo_verl.losses.choice import unused_estimator
 from agl_algo_verl.rows.replay import VerlReplay
 from agl_algo_verl.rows.supply import VerlSupply
@@ -20,6 +22,21 @@ if TYPE_CHECKING:
     from agl_algo_verl.rows.rows import PreparedStep
     from agl_algo_verl.rows.supply import StepGroups
     from agl_algo_verl.settings.settings import VerlSettings
+
+
+def own_checkpoint(state: Mapping[str, Json], *, workdir: Path) -> str:
+    """Return the checkpoint that a saved state names, `""` for none.
+
+    Raises ConfigError if it is outside of the run's folder: the state may come from a copied store, and VERL reads its
+    checkpoints with pickle, which runs code.
+    """
+    checkpoint = str(state.get("checkpoint", ""))
+    if checkpoint and not Path(checkpoint).resolve().is_relative_to(workdir.resolve()):
+        raise ConfigError(
+            f"The saved state names VERL's checkpoint {checkpoint}, which is outside of the run's folder {workdir} and "
+            "is not read. Resume where the run's files are, or start the run with --fresh."
+        )
+    return checkpoint
 
 
 class VerlTraining:
@@ -66,7 +83,7 @@ class VerlTraining:
             baselines=supplied.baselines,
         )
         if notice := self._unused.news(**prepared.finished):
-            context.say(f"{context.name}: {notice}")
+            context.say(notice)
         return prepared
 
     def _report(

@@ -20,7 +20,7 @@ from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.typed import verl_part
 from agl_objectives.adapters import HeldAdapter
-from agl_objectives.directories import write_directory
+from agl_objectives.directories import require_safetensors, write_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -107,7 +107,10 @@ def _merge(weights: Weights, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        base = cast("Any", AutoModelForCausalLM).from_pretrained(weights.base_model, dtype=torch.float32)
+        base = cast("Any", AutoModelForCausalLM).from_pretrained(
+            weights.base_model, dtype=torch.float32, use_safetensors=True
+        )
+        require_safetensors(weights.uri)
         merged: Any = cast("Any", PeftModel).from_pretrained(base, weights.uri).merge_and_unload()
         has_tokenizer = (Path(weights.uri) / "tokenizer_config.json").is_file()
         tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(

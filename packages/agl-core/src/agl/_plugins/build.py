@@ -7,9 +7,9 @@ parameter does not exist or has the wrong type.
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import msgspec
 
@@ -17,7 +17,7 @@ from agl import _entries, contracts
 from agl._entries import Entry
 from agl._plugins.sources import Source
 from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError, describe
-from agl.hints import did_you_mean, pip_install
+from agl.hints import check_value, did_you_mean, pip_install, shown
 
 CONTRACTS: Mapping[type[Entry], type] = {
     _entries.AlgorithmEntry: contracts.Algorithm,
@@ -155,7 +155,7 @@ def _record(component: str, path: str, table: dict[str, Any], kind: type[msgspec
     try:
         return kind(**{**own, **given})
     except (TypeError, ValueError) as error:  # a field is missing, or two do not go together
-        raise ConfigError(f"{component}: the parameter {path!r} is wrong: {error}; got {table!r}") from error
+        raise ConfigError(f"{component}: {path} is {shown(table)}; correct it: {error}") from error
 
 
 def _attribute(module: Any, path: str) -> Any:
@@ -198,11 +198,11 @@ def _install_line(module: str, source: Source) -> str:
     return pip_install(module)
 
 
-def _accepted(name: str, accepted: list[str], *, what: str = "parameters") -> str:
+def _accepted(name: str, accepted: list[str]) -> str:
     if not accepted:
         return "it takes none; remove it"
     near = did_you_mean(name, accepted)
-    return f"{f'{near} Its' if near else 'its'} {what} are: {', '.join(accepted)}"
+    return f"{f'{near} Its' if near else 'its'} parameters are: {', '.join(accepted)}"
 
 
 def _home_of(name: str, hints: Mapping[str, Any]) -> str:
@@ -226,19 +226,6 @@ def _converted(component: str, name: str, value: Any, hint: Any, default: Any = 
     if inspect.isclass(hint) and issubclass(hint, msgspec.Struct) and type(value) is dict:
         return _record(component, name, cast("dict[str, Any]", value), hint, default)
     try:
-        return msgspec.convert(value, hint)
-    except msgspec.ValidationError as error:
-        choices = list(_choices(hint))  # msgspec names the wrong value of a Literal and not the right ones
-        text = f"{value!r}; {_accepted(str(value), choices, what='choices')}" if choices else repr(value)
-        raise ConfigError(f"{component}: the parameter {name!r} is wrong: {error}; got {text}") from error
+        return check_value(value, hint, f"{component}: {name}", example=default)
     except TypeError:  # a type that JSON cannot carry: the factory judges it
         return value
-
-
-def _choices(hint: Any) -> Iterator[str]:
-    """The strings of the ``Literal`` types in a type hint."""
-    for part in get_args(hint):
-        if isinstance(part, str):
-            yield part
-        else:
-            yield from _choices(part)

@@ -309,7 +309,7 @@ class AlgorithmContext:
         current: Returns the live version of a resource, by its name.
         policy: Returns the running policy of that name.
         progress: ``progress(done, total, text)`` updates this algorithm's progress bar within a step.
-        say: Shows the user one line, such as the planned number of rollouts.
+        say: Shows the user one line after the algorithm's name, such as the planned number of rollouts.
         clock: Returns the time in Unix seconds.
     """
 

@@ -13,10 +13,10 @@ from collections.abc import Awaitable
 from typing import Any, Literal
 
 import aiohttp
-import msgspec
 
 import agl
 from agl.errors import ConfigError
+from agl.hints import check_table
 from agl.schemas import Claim, NamedResources, Outcome, Record, Rollout
 from agl.tracing import current
 from agl_environments.openenv.servers import StartedServer
@@ -213,10 +213,7 @@ def _settings(params: dict[str, Any]) -> OpenEnvSettings:
     unknown = [name for name in params if name not in known]
     if unknown:
         raise ConfigError(f"the runner 'openenv' has no parameter {unknown[0]!r}; there are {', '.join(sorted(known))}")
-    try:
-        settings = msgspec.convert(params, OpenEnvSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"[runner] params: {error}") from None
+    settings = check_table(params, OpenEnvSettings, "runner.params.")
     if bool(settings.url) == bool(settings.command):
         raise ConfigError(
             "the runner 'openenv' needs a server: write params = { url = \"http://HOST:PORT\" } for one that runs, or "

@@ -8,9 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from agl.errors import ConfigError
+from agl.hints import check_table
 from agl.schemas import LLM, Claim, Json, NamedResources, Outcome, Record, Reward, Rollout
 from agl.tracing import current
 from agl_environments.verifiers.environment import Model
@@ -133,7 +132,4 @@ def _settings(params: dict[str, Any]) -> VerifiersSettings:
             f"the runner 'verifiers' has no parameter {unknown[0]!r}; there are {', '.join(sorted(known))}, and "
             "arguments of the environment go into experiment.agent_args"
         )
-    try:
-        return msgspec.convert(params, VerifiersSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"[runner] params: {error}") from None
+    return check_table(params, VerifiersSettings, "runner.params.")

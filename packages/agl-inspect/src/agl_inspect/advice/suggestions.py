@@ -40,7 +40,7 @@ The fall is a share of the largest absolute validation reward.
 _LONG = 20
 """A finding is made if the reward has not changed after this many steps."""
 
-LONGER_ANSWERS = "raise the agent's max_tokens, or leave such answers out of the loss: mask_truncated = true"
+LONGER_ANSWERS = "raise the agent's max_tokens, or leave such answers out of the loss: sampling.mask_truncated = true"
 FULL_SAMPLING = 'sampling = "override" in [policy.NAME], or remove those parameters from the agent'
 REWRITTEN = "agl why latest names the call where the conversation no longer continues: the agent rewrites its history"
 """Advice for agents that rewrite their history; forecasts give it too, from recorded rollouts."""
@@ -225,7 +225,7 @@ def _far(steps: _Steps) -> _Finding | None:
         return None
     return (
         f"the distance to the start grew from {found[0]:.3g} to {found[1]:.3g} nats per token, and the reward did not",
-        "raise kl_coef, or halve the lr",
+        "raise objective.kl_coef, or halve the lr",
     )
 
 
@@ -235,7 +235,7 @@ def _spread_lost(steps: _Steps) -> _Finding | None:
         return None
     return (
         f"the entropy fell from {found[0]:.3g} to {found[1]:.3g} nats, and the reward did not rise",
-        "the policy repeats itself: entropy_coef = 0.001 or more, a higher clip_high, or half the lr",
+        "the policy repeats itself: objective.entropy_coef = 0.001 or more, a higher clip_high, or half the lr",
     )
 
 
@@ -250,7 +250,7 @@ def _longer(steps: _Steps) -> _Finding | None:
         return None
     return (
         f"a rollout's answers grew from {found[0]:.0f} to {found[1]:.0f} tokens, and the reward did not rise",
-        "take reward off long answers: overlong_limit and overlong_buffer",
+        "take reward off long answers: sampling.overlong_limit and sampling.overlong_buffer",
     )
 
 
@@ -323,7 +323,8 @@ def _slow_rollouts(steps: _Steps) -> _Finding | None:
 
 
 def _slow_updates(steps: _Steps) -> _Finding | None:
-    return _bottleneck(steps, "update_s", "updates", 'a GPU, there with dtype = "bfloat16" and a larger token_budget')
+    change = 'a GPU, there with compute.dtype = "bfloat16" and a larger compute.token_budget'
+    return _bottleneck(steps, "update_s", "updates", change)
 
 
 def _bottleneck(steps: _Steps, name: str, doing: str, change: str) -> _Finding | None:

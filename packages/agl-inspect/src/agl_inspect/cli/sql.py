@@ -20,7 +20,7 @@ from agl.errors import ConfigError
 from agl.schemas import Episode, Json, to_json
 from agl.stores import read_recordings
 from agl_inspect.records.names import run_of
-from agl_inspect.rollouts.explanations import tokens_of
+from agl_inspect.rollouts.explanations import cached_tokens_of, tokens_of
 from agl_inspect.terminal.opening import (
     Reading,
     complete_experiment,
@@ -123,8 +123,9 @@ TABLES: dict[str, tuple[str, ...]] = {
     "rollouts": (
         *("rollout_id TEXT", "experiment TEXT", "run INTEGER", "algorithm TEXT", "step INTEGER", "mode TEXT"),
         *("status TEXT", "group_id TEXT", "reward REAL", "calls INTEGER", "prompt_tokens INTEGER"),
-        *("response_tokens INTEGER", "attempts INTEGER", "failures INTEGER", "losses INTEGER", "created_at REAL"),
-        *("started_at REAL", "finished_at REAL", "task TEXT", "metadata TEXT", "resources TEXT"),
+        *("response_tokens INTEGER", "cached_tokens INTEGER", "attempts INTEGER", "failures INTEGER"),
+        *("losses INTEGER", "created_at REAL", "started_at REAL", "finished_at REAL", "task TEXT"),
+        *("metadata TEXT", "resources TEXT"),
     ),
     "attempts": (
         *("attempt_id TEXT", "rollout_id TEXT", "number INTEGER", "status TEXT", "worker TEXT", "started_at REAL"),
@@ -133,7 +134,14 @@ TABLES: dict[str, tuple[str, ...]] = {
     "calls": (
         *("rollout_id TEXT", "attempt_id TEXT", "span_id TEXT", "agent TEXT", "turn INTEGER", "policy TEXT"),
         *("model TEXT", "model_version TEXT", "dialect TEXT", "prompt_tokens INTEGER", "response_tokens INTEGER"),
-        *("finish_reason TEXT", "status_code INTEGER", "started_at REAL", "latency_s REAL", "reject TEXT"),
+        *(
+            "cached_tokens INTEGER",
+            "finish_reason TEXT",
+            "status_code INTEGER",
+            "started_at REAL",
+            "latency_s REAL",
+            "reject TEXT",
+        ),
         *("error TEXT", "request TEXT", "response TEXT"),
     ),
     "rewards": (
@@ -217,7 +225,7 @@ def _rollout(recording: Recording) -> Iterator[Row]:
         *(rollout.rollout_id, rollout.experiment, run_of(rollout)),
         *(_cell(rollout.metadata.get("algorithm")), _cell(rollout.metadata.get("step"))),
         *(rollout.mode, rollout.status, rollout.group_id, _episode(recording).reward, len(own), *tokens),
-        *(rollout.attempts, rollout.failures, rollout.losses),
+        *(sum(map(cached_tokens_of, own)), rollout.attempts, rollout.failures, rollout.losses),
         *(_time(rollout.created_at), _time(rollout.started_at), _time(rollout.finished_at)),
         *(_json(rollout.task), _json(rollout.metadata), _json(rollout.resources)),
     )
@@ -241,7 +249,13 @@ def _calls(recording: Recording) -> Iterator[Row]:
                 *(span.rollout_id, span.attempt_id, span.span_id),
                 *((seen.agent, seen.turn) if seen else (None, None)),
                 *(call.policy, call.model, call.model_version, call.dialect, *tokens_of(span)),
-                *(call.finish_reason, call.status_code, _time(span.start_ns / 1e9), call.latency_s),
+                *(
+                    cached_tokens_of(span),
+                    call.finish_reason,
+                    call.status_code,
+                    _time(span.start_ns / 1e9),
+                    call.latency_s,
+                ),
                 *(seen.reject if seen else None, call.error, _json(call.request), _json(call.response)),
             )
 

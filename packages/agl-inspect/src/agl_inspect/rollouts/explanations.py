@@ -234,7 +234,7 @@ def token_counts(span: Span) -> str:
     Prompt tokens that a provider read from its cache are named, because they cost less.
     """
     prompt, response = tokens_of(span)
-    cached = _count(span.attributes.get(semconv.CACHE_READ_TOKENS))
+    cached = cached_tokens_of(span)
     return f"{prompt}{f' ({cached} cached)' if cached else ''} + {response} tokens" if prompt or response else ""
 
 
@@ -265,6 +265,11 @@ def tokens_of(span: Span) -> tuple[int, int]:
     prompt = span.call.prompt_len or _count(span.attributes.get(semconv.INPUT_TOKENS))
     response = span.call.response_len or _count(span.attributes.get(semconv.OUTPUT_TOKENS))
     return prompt, response
+
+
+def cached_tokens_of(span: Span) -> int:
+    """Return how many tokens of a call's prompt the provider read from its cache, 0 if unknown; they cost less."""
+    return _count(span.attributes.get(semconv.CACHE_READ_TOKENS))
 
 
 def _count(given: Any) -> int:

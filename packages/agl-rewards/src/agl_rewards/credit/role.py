@@ -12,6 +12,7 @@ import msgspec
 
 from agl.episodes import ScoreOptions, score
 from agl.errors import ConfigError
+from agl.hints import check_table
 from agl.schemas import CallCredit, Episode, Reward, Transition
 from agl_rewards.credit.episodes import final_of, group_of, live_calls
 from agl_rewards.credit.turn import Discount, discounted_returns
@@ -134,12 +135,9 @@ def _matching(rewards: Iterable[Reward], pattern: str) -> list[float]:
 def _role(name: str, settings: Role | Mapping[str, object]) -> Role:
     """Return the settings as a checked ``Role``; raises :class:`ConfigError`, which names the role."""
     if not isinstance(settings, Role):
-        try:
-            settings = msgspec.convert(dict(settings), Role)
-        except msgspec.ValidationError as error:
-            raise ConfigError(
-                f"the settings of role {name!r} are wrong: {error}; use reward, gamma and baseline"
-            ) from error
+        if unknown := sorted(settings.keys() - set(Role.__struct_fields__)):
+            raise ConfigError(f"role {name!r} has no setting {unknown[0]!r}; use reward, gamma and baseline")
+        settings = check_table(settings, Role, f"role {name!r}: ")
     _pattern(settings.reward, f"reward of role {name!r}")
     return settings
 

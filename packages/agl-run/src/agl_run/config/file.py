@@ -12,10 +12,9 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 import msgspec
 
 from agl.errors import ConfigError
-from agl.hints import did_you_mean
+from agl.hints import check_value, did_you_mean, shown
 from agl.schemas import Record
-from agl_run.config.sections import ExperimentConfig, PolicyConfig
-from agl_run.config.value_check import EXAMPLES, check_value, shown
+from agl_run.config.sections import EXAMPLES, ExperimentConfig, PolicyConfig
 
 ONE_OR_SEVERAL = ("tunes", "source", "first")
 """Keys that accept one name or an array of names; the records always hold a tuple."""
@@ -131,7 +130,7 @@ def check_shape(data: Mapping[str, Any], record: type[Record], *, path: str = ""
 def _check_value(value: Any, hint: Any, where: str) -> None:
     record = _record_of(hint)
     if record is None:
-        check_value(value, hint, where)
+        check_value(value, hint, where, advice=EXAMPLES.get(where.rpartition(".")[2], ""))
     elif value is None and type(None) in get_args(hint):
         return
     else:

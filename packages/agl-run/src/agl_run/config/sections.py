@@ -12,9 +12,21 @@ import msgspec
 from msgspec import Meta
 
 from agl.algorithms import AlgorithmConfig, ComponentConfig, PlacementConfig
+from agl.hints import check_value
 from agl.schemas import Json, JsonResource, PromptTemplate, Record
 from agl.stores import MAX_ATTEMPTS
-from agl_run.config.value_check import check_value
+
+EXAMPLES = {
+    "agent": 'write "module:attribute", such as agent = "agent:solve", or a command as an array of words: '
+    'agent = ["python", "agent.py"]',
+    "older_than": 'write a duration in quotes, such as older_than = "30d"',
+    "plugins": 'write plugins = { disabled = ["NAME"] }, the only key of it',
+    "process": 'write process = true, process = false, or process = "auto"',
+    "reward_weights": "write the weights by reward: reward_weights = { NAME = 1.0 }",
+    "timeout_s": "write a number of seconds without quotes, such as timeout_s = 60",
+    "use": 'write a name in quotes, such as use = "NAME"',
+}
+"""Advice by key, for keys whose type alone does not show what to write."""
 
 ASYNC = "async"
 """The default runner."""
@@ -319,7 +331,9 @@ def validated(config: ExperimentConfig) -> ExperimentConfig:
     hints = get_type_hints(ExperimentConfig)
     # From Python values arrive unchecked; msgspec checks types only when it decodes.
     fields = {name: _checked(value, name) for name, value in msgspec.structs.asdict(config).items()}
-    return ExperimentConfig(**{name: check_value(value, hints[name], name) for name, value in fields.items()})
+    return ExperimentConfig(
+        **{name: check_value(value, hints[name], name, advice=EXAMPLES.get(name, "")) for name, value in fields.items()}
+    )
 
 
 def _checked(value: Any, where: str) -> Any:
@@ -333,7 +347,7 @@ def _checked(value: Any, where: str) -> Any:
     for name, item in msgspec.structs.asdict(value).items():
         # As a file has it, so that both get the same messages.
         plain = list(cast("tuple[Any, ...]", item)) if isinstance(item, tuple) else item
-        check_value(plain, hints[name], f"{where}.{name}")
+        check_value(plain, hints[name], f"{where}.{name}", advice=EXAMPLES.get(name, ""))
     return msgspec.convert(msgspec.structs.asdict(value), type(value))
 
 

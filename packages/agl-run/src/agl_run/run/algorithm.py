@@ -282,8 +282,9 @@ class DrivenAlgorithm:
                 return
         except (AglError, OSError) as error:  # the error that ends the run matters more than this one
             problem = str(error)
-        count = "the last step is" if waiting == 1 else f"the last {waiting} steps are"
-        driver.progress.say(f"{count} not saved ({problem}); --resume repeats them with the rollouts that they had")
+        lost = "the last step is" if waiting == 1 else f"the last {waiting} steps are"
+        again = "it with the rollouts that it had" if waiting == 1 else "them with the rollouts that they had"
+        driver.progress.say(f"{lost} not saved ({problem}); --resume repeats {again}")
 
     def _build(self) -> Algorithm:
         manager = self._driver.running.plan.manager

@@ -376,6 +376,9 @@ class Driver:
         self._notify(VALIDATION, report, turn=step)
         self.view_validations()
         self.progress.update(f"{VALIDATION} rollouts", 0, 0)
-        note = f" ({failed} of {len(tasks)} failed)" if failed else ""
+        unrewarded = sum(one.rollout.status == "succeeded" and one.reward is None for one in episodes)
+        counts = ((failed, "failed"), (unrewarded, "without a reward"))
+        notes = [f"{count} of {len(tasks)} {kind}" for count, kind in counts if count]
+        note = f" ({', '.join(notes)})" if notes else ""
         self.progress.say(f"validation reward after step {step}: {reward:.3f}{note}")
         return reward
