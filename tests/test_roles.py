@@ -404,23 +404,113 @@ def test_agent_match_that_selects_nobody_says_who_was_there(folder, server):
         trainer.fit("three_agents:solve", [{"question": "1?"}, {"question": "2?"}])
 
 
-def test_policy_that_the_agent_never_calls_is_refused_with_the_models_that_it_called(folder, server):
-    trainer = agl.Trainer(
-        algorithm=algorithm("learner", log=str(folder / "log.jsonl")),
-        policies={"main": policy("served", base_url=server.base_url, model="m")},
-        store=f"sqlite:///{folder}/runs.db",
-        folder=folder,
-        trust_agent_rewards=True,
-        progress=Quiet(),
+ASKS = """
+import os
+
+import agl
+import httpx2
+
+
+def solve(task):
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    with httpx2.Client(base_url=os.environ["OPENAI_BASE_URL"], headers=headers, timeout=600) as client:
+        for model in task["models"]:
+            if model == "raises":
+                raise KeyError("city")
+            path, asked = "/chat/completions", {"messages": [{"role": "user", "content": "q"}]}
+            if model == "embedder":
+                path, asked = "/embeddings", {"input": "q"}
+            with agl.operation("solve"):
+                client.post(path, json={"model": model} | asked)
+    agl.emit_reward(1.0)
+"""
+
+
+@pytest.fixture
+def fit(folder, server, agl_plugins):
+    """Return a function that trains ``main``, one rollout per step, each with the models that its task lists."""
+    one_by_one = PLUGIN.replace("context.train[:2], step=step, n=2", "context.train[step - 1 : step], step=step")
+    one_by_one = one_by_one.replace("step >= 2", "step >= len(context.train)")
+    one_by_one = one_by_one.replace('"learner"', '"one-by-one"').replace('"served"', '"still"')
+    # A run is interrupted here if the file exists.
+    stop = folder / "stop"
+    line = "context, step = self._context, self._step + 1"
+    one_by_one = one_by_one.replace(
+        line, f"{line}\n        if step == 3 and Path({str(stop)!r}).exists(): raise OSError"
     )
-    with ScriptedModelServer(respond=lambda request: Reply(text="well")) as other:
-        own_client = AGENT.replace('os.environ["OPENAI_BASE_URL"]', repr(other.base_url))
-        (folder / "own_client.py").write_text(own_client)
-        with pytest.raises(AglError) as caught:
-            trainer.fit("own_client:solve", [{"question": "1?"}, {"question": "2?"}])
-    assert (
-        "no model call of the first rollouts went to the policy 'main'; of the first call: model 'gpt-5', which is not "
-        "a configured policy, served it, not 'main'. Let the agent call the model 'main', or write the name that it "
-        "calls into aliases of [policy.main]"
-    ) in str(caught.value)
-    assert not (folder / "log.jsonl").exists()
+    agl_plugins.install(one_by_one, name="one-by-one-toy")
+    (folder / "asks.py").write_text(ASKS)
+
+    def fit(models: list[list[str]], *, names=("main",), is_stopped=False, resume=False, **options):
+        stop.touch() if is_stopped else stop.unlink(missing_ok=True)
+        trainer = agl.Trainer(
+            algorithm=[
+                algorithm("one-by-one", name=name, tunes=name, log=str(folder / "log.jsonl"), **options)
+                for name in names
+            ],
+            policies={
+                **{name: policy("still", base_url=server.base_url, model="m") for name in names},
+                "frozen": policy("openai", base_url=server.base_url, model="f", aliases=["gpt-*"]),
+            },
+            store=f"sqlite:///{folder}/runs.db",
+            folder=folder,
+            trust_agent_rewards=True,
+            progress=Quiet(),
+            plugins=PluginManager.from_environment(),
+            name="patient",
+        )
+        return trainer.fit("asks:solve", [{"models": each} for each in models], resume=resume)
+
+    return fit
+
+
+UNCALLED = (
+    "algorithm 'main' has nothing to train on: no model call of the first {} went to the policy 'main'. Reasons: {}. "
+    "Let the agent call the model 'main', or write the name that it calls into aliases of the policy"
+)
+FROZEN = "policy 'frozen' served it, not 'main'"
+
+
+def test_policy_that_is_never_called_is_reported_at_once_and_refused_after_sixteen_rollouts(fit, folder, caplog):
+    with pytest.raises(ConfigError) as caught:
+        fit([["gpt-5"]] * 20)
+    assert UNCALLED.format("16 rollouts", FROZEN) == str(caught.value)
+    assert UNCALLED.format("1 rollout", FROZEN) in warned(caplog)
+    assert 15 == len((folder / "log.jsonl").read_text().splitlines())
+
+
+def test_policy_that_only_some_tasks_need_trains_on_them(fit, folder):
+    fit([["gpt-5"], ["gpt-5", "main"]] + [["gpt-5"]] * 18)
+    assert [("solve", "main", 1.0)] == trained(folder / "log.jsonl")
+
+
+def test_algorithm_whose_policy_is_called_later_than_that_of_another_trains(fit, folder):
+    fit([["a"], ["b"], ["b"]], names=("a", "b"))
+    assert {"a", "b"} == {policy for _, policy, _ in trained(folder / "log.jsonl")}
+
+
+def test_run_that_has_trained_resumes_with_tasks_that_do_not_need_the_policy(fit, folder):
+    models = [["main"]] * 2 + [["gpt-5"]] * 17
+    with pytest.raises(OSError):
+        fit(models, is_stopped=True)
+    fit(models, resume=True)
+    assert 2 == len(trained(folder / "log.jsonl"))
+
+
+def test_agent_that_fails_before_it_calls_the_policy_is_no_uncalled_policy(fit, caplog):
+    with pytest.raises(AglError) as caught:
+        fit([["gpt-5", "raises"]] * 3)
+    assert "KeyError" in str(caught.value)
+    assert not any("nothing to train on" in text for text in warned(caplog))
+
+
+def test_pattern_is_not_judged_by_rollouts_that_failed_before_they_reached_the_agent(fit, caplog):
+    with pytest.raises(AglError) as caught:
+        fit([["main", "raises"]] * 3, agents="author")
+    assert "KeyError" in str(caught.value)
+    assert not any("Correct the pattern" in text for text in warned(caplog))
+
+
+def test_embeddings_alone_are_named_as_the_reason_why_nothing_trains(fit, caplog):
+    fit([["embedder"]] * 2)
+    assert UNCALLED.format("1 rollout", "an embeddings call samples no tokens") in warned(caplog)

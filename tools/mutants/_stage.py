@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 ROOT = Path(__file__).parents[2]
-STAGE = ROOT / ".nox" / "mutants"
+STAGE = ROOT / ".nox" / "mutated"  # .nox/mutants is the environment of the session
 
 CONFTEST = '''"""Draws the same examples in every run, and makes no failing one smaller: that it fails is enough."""
 

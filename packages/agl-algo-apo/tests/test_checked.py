@@ -114,6 +114,13 @@ def test_check_refuses_a_budget_that_is_too_small_where_the_prompt_has_a_label(t
     assert result.output.startswith("Error: apo has a budget of 20 rollouts and needs at least ")
 
 
+def test_check_accepts_an_empty_text_of_a_prompt_with_a_label_which_may_point_to_another(tmp_path: Path) -> None:
+    options = ('--set=resource.prompt.label="production"', '--set=resource.prompt.template=""')
+    result = check(tmp_path, "apo", *options)
+
+    assert 0 == result.exit_code, result.output
+
+
 @pytest.mark.parametrize("algorithm", OWN)
 def test_check_accepts_a_budget_that_is_large_enough_without_asking_the_optimizer(
     tmp_path: Path, algorithm: str

@@ -173,6 +173,7 @@ def test_an_adapter_that_fits_no_layer_is_refused_with_both_lists_of_names(
     file = Path(adapter.uri) / "adapter_model.safetensors"
     tensors = read_tensors(file)
     write_tensors({name.replace("model.layers", "language_model.layers"): t for name, t in tensors.items()}, file)
+    file.with_name("checksums.sha256").unlink()
     with pytest.raises(
         ConfigError, match=r"does not fit Qwen2ForCausalLM\. .* lack: \[.*lora_A.*without a layer.*\[.*language_model"
     ):
@@ -182,6 +183,7 @@ def test_an_adapter_that_fits_no_layer_is_refused_with_both_lists_of_names(
 def test_an_adapter_with_pickled_weights_is_refused(model_dir: Path, adapter: Weights) -> None:
     file = Path(adapter.uri) / "adapter_model.safetensors"
     torch.save(read_tensors(file), file.with_name("adapter_model.bin"))
+    file.with_name("checksums.sha256").unlink()
     file.unlink()
     with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors\..*pickled weights"):
         open_adapter(load_model(str(model_dir), device="cpu").model, adapter.uri, settings=LORA)

@@ -66,7 +66,7 @@ def test_an_update_that_is_not_finite_is_left_out_counted_and_told(model_dir: Pa
     assert () == first.published
     assert () != second.published
     assert "updates_nonfinite" not in second.metrics
-    assert [line.startswith("1 updates were skipped") for line in said if "not finite" in line] == [True]
+    assert [line.startswith("1 update was skipped") for line in said if "not finite" in line] == [True]
 
 
 def test_updates_beside_it_are_made(model_dir: Path, tmp_path: Path) -> None:
@@ -114,6 +114,6 @@ def test_the_cluster_counts_and_tells_steps_that_verl_skipped(tmp_path: Path) ->
     (engine._folder / METRICS).write_text("\n".join(lines))
     skipped = {"lr": 0.1, "updates_nonfinite": 1.0}
     assert [skipped, {"lr": 0.1, "grad_norm": 1.0}, skipped] == [engine._trained(step) for step in (1, 2, 3)]
-    assert ["1 updates were skipped, because their gradients are not finite"] * 2 == said
+    assert ["1 update was skipped: gradients are not finite"] * 2 == said
     with pytest.raises(AglError, match=r"2 in a row are not finite, and max_nonfinite = 1"):
         engine._trained(4)

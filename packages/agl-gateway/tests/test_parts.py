@@ -3,11 +3,13 @@
 import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from agl import PluginManager
-from agl.contracts import Store
+from agl.contracts import Change, Store
 from agl.errors import AglError, FencedError, NotFoundError, StoreError
 from agl.schemas import Outcome, Rollout, new_rollout_id
 from agl.served_calls import CallGate
@@ -17,6 +19,7 @@ from agl_gateway.embedded import EmbeddedGateway
 from agl_gateway.relay.callers import span_id_of, trace_of
 from agl_gateway.status.api import render
 from agl_gateway.status.openapi import openapi_document
+from agl_gateway.store_api import feed as feeds
 from agl_gateway.store_api.contract import METHODS, Fault, error_of, fault_of
 from agl_gateway.store_api.feed import Feed, QueueLength
 from agl_testing.waiting import eventually
@@ -79,6 +82,61 @@ async def test_queue_length_follows_the_feed():
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     await store.close()
+
+
+class FeedStore(MemoryStore):
+    """A store whose change feed fails with ``error``, if set, or waits for ``answers``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception | None = None
+        self.answers = asyncio.Event()
+
+    async def changes(self, *, after: int = 0, limit: int = 1000, wait_s: float = 0.0):
+        if self.error is not None:
+            raise self.error
+        await self.answers.wait()
+        return await super().changes(after=after, limit=limit, wait_s=min(wait_s, 0.01))
+
+
+@asynccontextmanager
+async def followed(store: FeedStore) -> AsyncIterator[tuple[Feed, list[Change], list[str]]]:
+    """Follow a store's feed; the lists get its changes, and the failure at each gap."""
+    changes, gaps = list[Change](), list[str]()
+    feed = Feed(store=store, on_changes=(changes.extend,), on_gap=lambda: gaps.append(feed.failure))
+    following = asyncio.create_task(feed.follow(await store.cursor()))
+    await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=1)])
+    yield feed, changes, gaps
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await store.close()
+
+
+@pytest.mark.parametrize(("error", "has_traceback"), [(StoreError("row 17"), False), (RuntimeError("row 17"), True)])
+async def test_feed_that_cannot_be_read_is_read_again_and_a_store_that_answers_is_not_away(
+    error: Exception, has_traceback: bool, monkeypatch, caplog
+):
+    monkeypatch.setattr(feeds, "_AFTER_FAILURE_S", 0.01)
+    store = FeedStore()
+    store.error = error
+    store.answers.set()
+    async with followed(store) as (_, changes, gaps):
+        await eventually(lambda: 3 < len(gaps))
+        assert {""} == set(gaps)
+        store.error = None
+        await eventually(lambda: 1 == len(changes))
+    assert (1, has_traceback) == (caplog.text.count("trying again: row 17"), "Traceback" in caplog.text)
+
+
+async def test_late_read_of_the_feed_counts_as_a_failure_until_it_ends_and_is_not_begun_again(monkeypatch):
+    monkeypatch.setattr(feeds, "_WAIT_S", 0.01)
+    monkeypatch.setattr(feeds, "_PATIENCE_S", 0.01)
+    store = FeedStore()
+    async with followed(store) as (feed, changes, gaps):
+        await eventually(lambda: "no answer within 0.02 s" == feed.failure)
+        store.answers.set()
+        await eventually(lambda: 1 == len(changes))
+        assert ("", []) == (feed.failure, gaps)
 
 
 async def test_gate_holds_again_when_it_is_paused_before_the_held_wake():

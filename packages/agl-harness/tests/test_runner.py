@@ -346,7 +346,7 @@ def test_task_that_cannot_run_fails_with_what_to_do(
         (("params = PARAMS", "params = { memroy = 1 }"), "has no parameter 'memroy'"),
         (("params = PARAMS", 'params = { memory = "lots" }'), "memory is 'lots'; write a size"),
         (("params = PARAMS", 'params = { sandbox = "clay" }'), "no sandbox 'clay'; there are local"),
-        (("params = PARAMS", 'params = { keep = "maybe" }'), "Invalid enum value 'maybe'"),
+        (("params = PARAMS", 'params = { keep = "maybe" }'), 'keep is "maybe"; write one of failed, never, always'),
         (('command = "python -m unittest"', 'command = ""'), "needs a command"),
         (('command = "python -m unittest"', 'command = "x", score = "half"'), "no score 'half'"),
     ],

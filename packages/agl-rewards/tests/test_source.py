@@ -56,6 +56,10 @@ def test_source_of_an_empty_run_is_empty(source: str) -> None:
     assert "" == text_source(source)([])
 
 
+def test_what_an_agent_or_a_command_put_out_is_no_answer() -> None:
+    assert "" == text_source("answer")([root("task: 42")])
+
+
 def test_output_that_is_text_with_json_has_keys() -> None:
     assert "SELECT 1" == text_source("output:sql")([root('{"sql": "SELECT 1"}')])
     assert "" == text_source("output:sql")([root("plain")])

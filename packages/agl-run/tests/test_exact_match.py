@@ -3,6 +3,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from agl import semconv
 from agl.contracts import RewardEmitter
 from agl.errors import ConfigError
 from agl.schemas import Rollout, Span
@@ -44,6 +45,15 @@ def test_exact_match_says_what_it_expected() -> None:
 
 def test_exact_match_without_any_answer_is_zero() -> None:
     assert 0.0 == ExactMatch()(rollout({"answer": "x"}), []).value
+
+
+def test_exact_match_judges_what_the_agent_returned_only_if_no_model_answered() -> None:
+    returned = msgspec.structs.replace(chat(0, None), call=None, attributes={semconv.OUTPUT: "42"})
+    embedded = with_bodies(call_span(1, dialect="embeddings"), {"input": "x"}, {"data": []})
+    failed, late = chat(2, "failed", status_code=500), chat(3, "late", is_late=True)
+    assert 1.0 == ExactMatch()(rollout({"answer": 42}), [returned, embedded, failed, late]).value
+    assert 0.0 == ExactMatch()(rollout({"answer": 42}), [returned, chat(1, "41")]).value
+    assert 0.0 == ExactMatch()(rollout({"answer": 42}), [returned, chat(1, "")]).value
 
 
 def test_exact_match_takes_any_of_several_answers() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from agl import Reward, Rollout, Span, semconv
 from agl.algorithms import component
-from agl.errors import ConfigError
+from agl.errors import AglError, ConfigError
 from agl_run import DevResult, Quiet, Trainer, parse_config
 
 JUDGE = """
@@ -190,7 +190,7 @@ def test_given_rewards_are_recorded_and_weighed_by_their_names() -> None:
         ("third", {}, r"takes \(rollout, spans, truth\) and cannot .*: missing a required argument: 'truth'"),
         ("score", {"tolerance": 1}, "and the params tolerance: got an unexpected keyword argument 'tolerance'"),
         ("Near", {"tolerence": 1}, "takes no parameter 'tolerence'; did you mean 'tolerance'"),
-        ("Mute", {}, "is of the type Mute, which cannot be called; name a function, def score"),
+        ("Mute", {}, "lacks __call__, which its contract in agl.contracts has"),
         ("THRESHOLD", {}, "is of the type int, which cannot be called; name a function, def score"),
         ("scor", {}, "has no 'scor'; did you mean 'score'"),
     ],
@@ -198,7 +198,7 @@ def test_given_rewards_are_recorded_and_weighed_by_their_names() -> None:
 def test_unusable_reward_is_refused_before_a_rollout(
     tmp_path: Path, judge: str, attribute: str, params: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message) as raised:
+    with pytest.raises(AglError, match=message) as raised:
         in_file(tmp_path, f"{judge}:{attribute}", **params)
     assert "\n" not in str(raised.value)
 

@@ -63,11 +63,14 @@ def _fill(directory: Path, fill: Callable[[Path], None]) -> None:
             _flush(path)
 
 
-def damage(directory: Path, *, state: str = _CHECKSUMS) -> str:
+def damage(directory: Path, *, state: str = _CHECKSUMS, suffix: str = "") -> str:
     """Return which file of a directory of `write_directory` is missing or was changed, `""` for none.
 
     Files that were added later do not matter. If there are no checksums, only the file named `state`, if any, is
     checked: it must not be empty.
+
+    Args:
+        suffix: The end of the names of the files to check.
     """
     if not directory.is_dir():
         return f"{directory} does not exist"
@@ -84,6 +87,7 @@ def damage(directory: Path, *, state: str = _CHECKSUMS) -> str:
     if not has_checksums:
         return ""
     odd = sorted(set(expected.splitlines()) - set(_checksums(directory).splitlines()))
+    odd = [line for line in odd if line.endswith(suffix)]
     return f"{directory / odd[0].partition('  ')[2]} is missing or was changed" if odd else ""
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agl.errors import AglError
+from agl.hints import count_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,7 +84,8 @@ class Skipped:
     def news(self) -> str:
         """Return a notice about the updates that were skipped since the last call, `""` if there are none."""
         count, self.said = self.total - self.said, self.total
-        return f"{count} updates were skipped, because their gradients are not finite" if count else ""
+        verb = "was" if count == 1 else "were"
+        return f"{count_of(count, 'update')} {verb} skipped: gradients are not finite" if count else ""
 
     def note(self, norm: float, *, update: int) -> bool:
         """Count an update by its gradient norm; return true if it was skipped because the norm is not finite.

@@ -2,7 +2,7 @@
 
 Every emitter of this package that reads a text has an argument ``source`` with one of these forms:
 
-- ``answer``: the last complete model answer that has text, or else the text that the agent returned;
+- ``answer``: the last complete model answer that has text;
 - ``answer:AGENT``: the last such answer of an agent, node or role whose whole name the regular expression matches;
 - ``output`` or ``output:KEY``: the agent's return value, or one key of it;
 - ``object:NAME`` or ``object:NAME:KEY``: the last ``agl.emit_object(value, name=NAME)``, or one key of it;

@@ -4,8 +4,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, cast
 
+from agl import semconv
 from agl.contracts import ServedModel
-from agl.episodes import final_text
+from agl.episodes import final_text, is_answered
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import LLM, Json, Resource, ResourceVersion, Reward, Rollout, Span
 from agl.urls import base_url_of
@@ -14,7 +15,8 @@ from agl.urls import base_url_of
 class ExactMatch:
     """Gives 1.0 if the final text equals the task's answer, else 0.0.
 
-    The final text is the last answer of a model, or what the agent returned if no model answer was recorded.
+    The final text is the last answer of a model. If no model answer was recorded, it is the text that the agent
+    returned, or everything that a command printed.
     White space is normalised to single spaces before the comparison, and case is ignored unless ``case`` is true.
     A task without an answer is an error, because its reward would silently be 0; an attempt that ends without any
     text gets 0.0.
@@ -33,7 +35,7 @@ class ExactMatch:
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
         """Return the reward of one attempt; raises :class:`ConfigError` if the task has no answer."""
         accepted = self._accepted(rollout)
-        text = final_text(spans)
+        text = final_text(spans) if any(map(_is_answer, spans)) else _returned(spans)
         is_right = self._normal(text) in {self._normal(answer) for answer in accepted}
         feedback = "" if is_right else f"expected {accepted[0]!r}, got {text!r}"
         return Reward(value=float(is_right), name=self._name, source="evaluator", feedback=feedback)
@@ -52,6 +54,16 @@ class ExactMatch:
     def _normal(self, text: str) -> str:
         joined = " ".join(text.split())
         return joined if self._case else joined.casefold()
+
+
+def _is_answer(span: Span) -> bool:
+    call = span.call
+    return call is not None and call.dialect != "embeddings" and not span.is_late and is_answered(call)
+
+
+def _returned(spans: Sequence[Span]) -> str:
+    texts = (span.attributes.get(semconv.OUTPUT) for span in spans)
+    return next((text for text in texts if isinstance(text, str)), "")
 
 
 class OpenAIPolicy:

@@ -206,8 +206,11 @@ def _is_absent(model: str) -> bool:
 
 
 def check_whole(model: str) -> None:
-    """Raise ConfigError if `model` is a directory that differs from its checksums; hub names have none."""
-    if Path(model).is_dir() and (found := damage(Path(model), state="")):
+    """Raise ConfigError if weights in the directory `model` differ from their checksums; hub names have none.
+
+    Other files may be edited, such as the chat template.
+    """
+    if Path(model).is_dir() and (found := damage(Path(model), state="", suffix=".safetensors")):
         raise ConfigError(
             f"The weights in {model} are damaged: {found}. "
             "Restore the file or use other weights; if you changed it yourself, remove checksums.sha256 there."

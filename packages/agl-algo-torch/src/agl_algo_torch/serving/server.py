@@ -288,8 +288,8 @@ class PolicyServer:
         wanted = limit or min(self._settings.default_max_tokens or left, left)
         if wanted > left or left < 1:
             raise WireError(
-                f"This model's context is {self._settings.context_length} tokens; the prompt has {prompt_tokens} and "
-                f"{max(wanted, 1)} were asked for. Shorten the messages or lower max_tokens.",
+                f"This model's context is {self._settings.context_length} tokens; the prompt has {prompt_tokens}, and "
+                f"the request asks for up to {max(wanted, 1)}. Shorten the messages or lower max_tokens.",
                 code="context_length_exceeded",
                 param="messages",
             )

@@ -6,7 +6,6 @@ Several writers append spans, and their batches may overtake each other, so span
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from agl import semconv
 from agl.dialects._conversation import call_messages
 from agl.schemas import ModelCall, Span
 
@@ -50,19 +49,14 @@ def is_answered(call: ModelCall) -> bool:
 
 
 def final_text(spans: Sequence[Span]) -> str:
-    """The text of the last complete model answer, or else the text that the agent returned; ``""`` without any.
-
-    Late calls are ignored.
-    """
+    """The text of the last complete model answer that has text, ``""`` if there is none; late calls are ignored."""
     for span in reversed(chronological(spans).spans):
         if span.call is None or span.is_late or not is_answered(span.call):
             continue
         text = _answer_text(span.call)
         if text:
             return text
-    # An agent without a recorded call, such as one with a client of its own, answers with what it returns.
-    returned = (span.attributes.get(semconv.OUTPUT) for span in spans)
-    return next((text for text in returned if isinstance(text, str)), "")
+    return ""
 
 
 def _answer_text(call: ModelCall) -> str:

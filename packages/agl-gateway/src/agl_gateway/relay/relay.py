@@ -5,7 +5,6 @@ record.
 """
 
 import asyncio
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,9 +35,6 @@ ATTEMPT_HEADER = "x-agl-attempt-id"
 """Header that names the attempt to a server of this project, which gives every attempt its turn."""
 
 _MAX_DROPPED = 200
-_SEND_BUFFER = 128 * 1024
-"""Bytes of a stream that wait in the operating system for a client that reads slowly; it would take 4 MiB."""
-
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
 
 
@@ -190,7 +186,6 @@ class Relay:
         number, error = 0, _CLIENT_LEFT
         try:
             await reply.prepare(request)
-            _hold_back(request)
             error = await pump.run()
         except ConnectionError:
             return reply
@@ -250,14 +245,6 @@ class Relay:
     async def _wait_durable(self, number: int) -> None:
         if self.recorder.spool is not None:
             await self.recorder.durable(number)
-
-
-def _hold_back(request: web.BaseRequest) -> None:
-    """Limit what the operating system takes for a client that reads slowly, so that the answer is not read ahead."""
-    connection: socket.socket | None = request.get_extra_info("socket")
-    if connection is not None:
-        with suppress(OSError):  # the client has left
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
 
 
 def _own_headers(record: CallRecord, owner: Owner) -> dict[str, str]:

@@ -71,9 +71,6 @@ _CONNECT_PAUSE_S = 0.1
 _IN_PARTS = 1024 * 1024
 """Size in bytes from which a body is sent in parts, so that the event loop serves other requests in between."""
 
-_READ_AHEAD = 64 * 1024
-"""Half the bytes that are read ahead of a client, for each of perhaps hundreds of clients that read slowly."""
-
 _NOT_FOUND = 404
 
 
@@ -87,7 +84,7 @@ def make_session(*, timeout_s: float) -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("Accept-Encoding", "User-Agent", "Accept"),
-        read_bufsize=_READ_AHEAD,
+        read_bufsize=256 * 1024,
         auto_decompress=False,
     )
 

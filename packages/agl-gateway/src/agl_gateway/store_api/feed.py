@@ -26,7 +26,7 @@ class Feed:
     Attributes:
         on_changes: Called with every batch, in order.
         on_gap: Called when reading the feed failed and changes may have been missed.
-        failure: The error of the last read; ``""`` if the store answered it.
+        failure: Why the store counts as away; ``""`` while it answers.
     """
 
     store: Store
@@ -36,17 +36,27 @@ class Feed:
 
     async def follow(self, cursor: int) -> None:
         """Follow the change feed from ``cursor`` on, until the task is cancelled."""
+        is_failing = False
         while True:
-            wait_s = 0.0 if self.failure else _WAIT_S  # after a failure, the store's return is noticed at once
+            wait_s = 0.0 if is_failing else _WAIT_S  # after a failure, the store's return is noticed at once
+            late = asyncio.get_running_loop().call_later(wait_s + _PATIENCE_S, self._is_late, wait_s + _PATIENCE_S)
             try:
-                async with asyncio.timeout(wait_s + _PATIENCE_S):
-                    changes = await self.store.changes(after=cursor, limit=10_000, wait_s=wait_s)
-            except (StoreError, TimeoutError) as error:
-                failure = str(error) or f"no answer within {wait_s + _PATIENCE_S:g} s"
-                if not self.failure:
-                    _log.warning("the store's change feed failed; trying again: %s", failure)
-                self.failure = failure
+                changes = await self.store.changes(after=cursor, limit=10_000, wait_s=wait_s)
+            except Exception as error:  # noqa: BLE001  # any store's code; the gateway works without the feed
+                changes = None
+                if not is_failing:
+                    is_plain = isinstance(error, StoreError)
+                    _log.warning(
+                        "the store's change feed failed; trying again: %s",
+                        error,
+                        exc_info=None if is_plain else error,
+                    )
                 self.on_gap()
+                self.failure = await self._unless_store_answers(str(error) or type(error).__name__)
+            finally:
+                late.cancel()
+            is_failing = changes is None
+            if changes is None:
                 await asyncio.sleep(_AFTER_FAILURE_S)
                 continue
             self.failure = ""
@@ -55,6 +65,19 @@ class Feed:
             for listener in self.on_changes:
                 listener(changes)
             await asyncio.sleep(_PAUSE_S)
+
+    def _is_late(self, seconds: float) -> None:
+        """Count the store as away until the read that is late ends: a further read would be no faster."""
+        self.failure = f"no answer within {seconds:g} s"
+        _log.warning("the store's change feed is late: %s", self.failure)
+
+    async def _unless_store_answers(self, failure: str) -> str:
+        """Return ``failure``, or ``""`` if the store answers and only its feed cannot be read."""
+        try:
+            await self.store.cursor()
+        except Exception:  # noqa: BLE001  # the error of the feed is logged
+            return failure
+        return ""
 
 
 class QueueLength:

@@ -301,11 +301,15 @@ def unstarted_context(plan: Plan, algorithm: AlgorithmConfig) -> AlgorithmContex
 def _first_version(plan: Plan, name: str) -> ResourceVersion:
     """Return a resource's version as the file defines it; raises :class:`NotStartedError` for a policy.
 
-    A run may start from another version, to which the resource's label points.
+    A run may start from another version, to which the resource's label points; the file's text may then be empty, and
+    raises the same error.
     """
     if name in plan.config.policy:
         raise NotStartedError(name)
     if name not in plan.resources:
         hint = did_you_mean(name, plan.resources, otherwise=f"there are {sorted(plan.resources)}")
         raise ConfigError(f"there is no resource {name!r}; {hint}")
-    return ResourceVersion(name=name, version="initial", resource=plan.resources[name], created_at=0.0)
+    resource = plan.resources[name]
+    if plan.label(name) and isinstance(resource, PromptTemplate) and not resource.template.strip():
+        raise NotStartedError(name)
+    return ResourceVersion(name=name, version="initial", resource=resource, created_at=0.0)

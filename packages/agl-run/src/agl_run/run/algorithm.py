@@ -100,12 +100,15 @@ class DrivenAlgorithm:
         # A state without a step is a new one; there is nothing to restore, and algorithms need not
         # handle that.
         if self.state.step:
-            await algorithm.restore(self.state.state)
             changed = ", ".join(changed_settings(self.state.settings, self._settings))
             other = f" with other settings: {changed}" if changed else ""
             self._driver.progress.say(f"{name}: continues after step {self.state.step}{other}")
+            # It may say that it falls back to an older state, so it speaks last.
+            await algorithm.restore(self.state.state)
         # The ledger is read from the store and not from the state, so an algorithm cannot lose it.
         self._trained = await trained_rollouts(running.store, self._driver.name, self._driver.state.run, name)
+        if self._trained:
+            self._driver.patterns.has_trained(name)
         self._times = StepTimes()
         self._view.has_begun = True
         self._driver.progress.update(f"{name} steps", self.state.step, self._total)

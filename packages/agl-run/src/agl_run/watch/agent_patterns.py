@@ -2,6 +2,8 @@
 
 A pattern that matches nothing is reported after the first rollouts. A single name in a pattern, such as ``author`` in
 ``write|author``, is reported only at the end of the run, because its agent may be needed late.
+
+It also ends a run whose agent calls none of the policies that an algorithm trains.
 """
 
 import logging
@@ -12,11 +14,15 @@ from typing import Any, cast
 
 from agl.algorithms import AlgorithmConfig
 from agl.errors import ConfigError
+from agl.hints import count_of
 from agl.schemas import Episode, Transition
 from agl_run.plan import Plan
 from agl_run.watch.observers import Batch, Observer
 
 _LOG = logging.getLogger("agl_run.run")
+
+ENOUGH = 16
+"""The number of rollouts without a call of a policy in training after which a run ends."""
 
 SHOWN = 30
 """The most names of agents that a message lists."""
@@ -34,6 +40,11 @@ class PatternReport(Observer):
         self._unmatched: dict[str, set[str]] = {}
         self._seen: set[str] = set()
         self._warned: set[str] = set()
+        self._trained: set[str] = set()
+
+    def has_trained(self, algorithm: str) -> None:
+        """Note that an algorithm trained before the run was resumed; its unmatched patterns are no longer errors."""
+        self._trained.add(algorithm)
 
     def batch(self, batch: Batch) -> None:
         """Check the patterns that concern the caller; see :meth:`AgentPatternCheck.check`."""
@@ -42,7 +53,8 @@ class PatternReport(Observer):
         if batch.mode != "val" and batch.caller not in self._checks:
             self._checks[batch.caller] = AgentPatternCheck(self._plan, batch.algorithm, report=self)
         if batch.mode != "val":
-            self._checks[batch.caller].check(batch.episodes, trains=batch.trains and batch.is_own)
+            trains = batch.trains and batch.is_own and batch.caller not in self._trained
+            self._checks[batch.caller].check(batch.episodes, trains=trains)
 
     def see(self, calls: Sequence[Transition]) -> None:
         """Add the names of the agents that made these calls."""
@@ -85,9 +97,10 @@ class AgentPatternCheck:
         self._policies = {name: policy.agents for name, policy in plan.config.policy.items() if policy.agents}
         self._algorithm = algorithm
         self._roles = [] if algorithm is None else _roles(algorithm, plan)
-        self._tunable = set(plan.config.policy)
+        self._uncalled = set(plan.config.policy).intersection(() if algorithm is None else algorithm.tunes)
+        self._missed = 0
         self._report = report
-        self._is_first = True
+        self._has_judged = self._is_first = False
 
     def check(self, episodes: Sequence[Episode], *, trains: bool) -> None:
         """Check the patterns with a batch of episodes.
@@ -103,16 +116,38 @@ class AgentPatternCheck:
         if not calls:
             return
         self._report.see(calls)
+        # An agent that failed may have failed before it called what is missing. Later batches may lack an agent by
+        # chance. So the first batch with a rollout that succeeded is judged, and no other.
+        succeeded = [one for one in episodes if one.transitions and one.rollout.status == "succeeded"]
+        self._is_first = bool(succeeded) and not self._has_judged
+        self._has_judged |= self._is_first
         for policy, pattern in self._policies.items():
             self._check_policy(policy, pattern, calls, trains=trains)
-        if self._is_first and trains and self._algorithm is not None:
-            _check_models(self._algorithm, self._tunable.intersection(self._algorithm.tunes), calls)
+        if self._algorithm is not None and trains:
+            self._check_models(self._algorithm, calls, succeeded=len(succeeded))
         if self._algorithm is not None and self._algorithm.agents:
             self._check_algorithm(self._algorithm, calls, trains=trains)
         for role in self._roles:
             self._check_role(role, calls)
-        # Later batches may lack an agent by chance, so only the first one raises.
-        self._is_first = False
+
+    def _check_models(self, algorithm: AlgorithmConfig, calls: Sequence[Transition], *, succeeded: int) -> None:
+        """Report that the agent calls none of the policies that the algorithm tunes; refuse to go on without any."""
+        if any(call.policy in self._uncalled or call.reject != "not_selected" for call in calls):
+            self._uncalled.clear()
+        if not self._uncalled or not succeeded:
+            return
+        self._missed += succeeded
+        names = " or ".join(map(repr, sorted(self._uncalled)))
+        reasons = "; ".join(list(dict.fromkeys(call.detail for call in calls))[:3])
+        text = (
+            f"algorithm {algorithm.name!r} has nothing to train on: no model call of the first "
+            f"{count_of(self._missed, 'rollout')} went to the policy {names}. Reasons: {reasons}. Let the agent call "
+            f"the model {names}, or write the name that it calls into aliases of the policy"
+        )
+        # A policy may be called for some tasks only.
+        if self._missed >= ENOUGH:
+            raise ConfigError(text)
+        self._report.warn(f"algorithm {algorithm.name!r}: calls", text)
 
     def _check_policy(self, policy: str, pattern: str, calls: Sequence[Transition], *, trains: bool) -> None:
         setting = f"[policy.{policy}] agents = {pattern!r}"
@@ -142,18 +177,6 @@ class AgentPatternCheck:
         is_matched = self._report.add(role.setting, role.pattern, names, matches=role.matches)
         if self._is_first and not is_matched:
             self._report.warn(role.setting, f"{role.setting} matched none of the first rollouts; {seen(names)}")
-
-
-def _check_models(algorithm: AlgorithmConfig, policies: set[str], calls: Sequence[Transition]) -> None:
-    """Refuse to train if the agent called none of ``policies``, which the algorithm tunes."""
-    if not policies or any(call.policy in policies or call.reject != "not_selected" for call in calls):
-        return
-    policy = min(policies)
-    raise ConfigError(
-        f"algorithm {algorithm.name!r} has nothing to train on: no model call of the first rollouts went to the policy "
-        f"{policy!r}; of the first call: {calls[0].detail}. Let the agent call the model {policy!r}, or write the name "
-        f"that it calls into aliases of [policy.{policy}]"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
