@@ -160,7 +160,7 @@ def look_where_pip_looks() -> None:
 
     Sessions that run side by side get them from the session that starts them, without asking pip for half a second.
     """
-    if "UV_INDEX_STRATEGY" in os.environ:
+    if "AGL_PIP_ASKED" in os.environ:
         return
     names = {
         "index-url": ("UV_DEFAULT_INDEX", " "),
@@ -173,7 +173,8 @@ def look_where_pip_looks() -> None:
         if (known := names.get(key.rpartition(".")[2])) is not None:
             variable, separator = known
             os.environ.setdefault(variable, separator.join(ast.literal_eval(value).split()))
-    os.environ["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # every index counts alike, as for pip
+    os.environ.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # every index counts alike, as for pip
+    os.environ["AGL_PIP_ASKED"] = "1"
 
 
 look_where_pip_looks()

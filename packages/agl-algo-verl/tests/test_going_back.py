@@ -18,6 +18,7 @@ from agl_algo_verl.local.critic import VerlCritic
 from agl_algo_verl.local.worker import VerlWorker
 from agl_algo_verl.losses.loss_worker import ClusterCritic, ClusterWorker
 from agl_algo_verl.ray.schedule import schedule_after
+from agl_algo_verl.rows.training import own_checkpoint
 from agl_algo_verl.settings.settings import read_settings
 from agl_objectives.directories import prune
 from agl_testing.conformance.bench import AlgorithmBench
@@ -155,6 +156,19 @@ def test_checkpoint_outside_of_the_run_or_with_a_changed_file_is_not_unpickled(
     }
     with pytest.raises(ConfigError, match=says[kind]):
         asyncio.run(body())
+
+
+def test_checkpoint_of_a_run_whose_state_folder_is_a_link_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "big" / "state" / "000001").mkdir(parents=True)
+    (tmp_path / "run" / "state").symlink_to(tmp_path / "big" / "state")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for folder in ("run", "link"):
+        checkpoint = str(tmp_path / folder / "state" / "000001")
+        assert checkpoint == own_checkpoint({"checkpoint": checkpoint}, workdir=tmp_path / "run")
+    for other in ("run/../other", "run/state/../../other", "big/state/000001", "run2/state"):
+        with pytest.raises(ConfigError, match="outside of the run's folder"):
+            own_checkpoint({"checkpoint": str(tmp_path / other)}, workdir=tmp_path / "run")
 
 
 def opened_on_a_cluster(model_dir: Path, **keys: Any) -> Any:

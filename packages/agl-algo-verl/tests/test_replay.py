@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -126,6 +127,26 @@ def test_saved_rows_come_back_and_are_dealt_out_over_the_tasks_of_a_step(tmp_pat
     assert all(sample.old is None for sample in second.samples[2:])
     one.clear(step=3)
     assert [] == with_replayed(own, one.take(own, version="v3")).samples[2:]
+
+
+def test_damaged_rows_are_named_and_training_goes_on_without_them(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario(model_dir, **REPLAY, **{"trainer.total_training_steps": 2}), tmp_path)
+    said: list[str] = []
+
+    async def body() -> StepReport:
+        async with bench:
+            first, again = bench.scenario.make(), bench.scenario.make()
+            await first.setup(bench.context())
+            await first.step()
+            (tmp_path / "replay" / "000001" / "rows.safetensors").write_bytes(b"damaged")
+            await again.setup(replace(bench.context(), say=said.append))
+            await again.restore(first.state())
+            return await again.step()
+
+    assert 0.0 == asyncio.run(body()).metrics["rollouts_replayed"]
+    assert ["rows.safetensors is missing or was changed; training goes on"] == [
+        text.partition("000001/")[2].partition(" without")[0] for text in said if "replay" in text
+    ]
 
 
 @pytest.mark.parametrize(

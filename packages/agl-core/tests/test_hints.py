@@ -75,6 +75,9 @@ def test_word_of_a_longer_name_finds_the_shortest_name_with_it() -> None:
         ([0.9, 1.0], tuple[Annotated[float, Meta(lt=1)], ...], "optim.lr[1] is 1.0; write a number below 1"),
         ({"a": 1}, dict[str, str], 'optim.lr.a is 1; write one text in quotes: a = "..."'),
         ("no", float | Literal["auto"], 'optim.lr is "no"; write a number .*lr = 1e-06, or write one of auto'),
+        (3, Annotated[str, Meta(min_length=1)], 'optim.lr is 3; write one text in quotes: lr = "..."'),
+        (5, Annotated[list[str], Meta(min_length=1)], 'optim.lr is 5; write an array of texts, such as lr = ["NAME"]'),
+        (float("nan"), Annotated[float, Meta(ge=0)], "optim.lr is nan; write a number of at least 0"),
         ("", Annotated[str, Meta(min_length=1)], 'optim.lr is ""; correct it: Expected `str` of length >= 1'),
     ],
 )

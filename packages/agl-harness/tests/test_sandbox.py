@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -424,6 +425,25 @@ def half_backend(**_: object) -> HalfBackend:
 def test_backend_without_a_method_of_its_contract_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"the sandbox '[\w.-]+:{name}' lacks create or attach, the methods of"):
         build_sandboxes(f"{__name__}:{name}", base=tmp_path, hidden=[])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("unlicensed:X", "'unlicensed' raised ValueError when it was imported: no licence (at unlicensed.py:1)"),
+        ("unlicensed:", "the sandbox 'unlicensed:' names no attribute of a module; write 'module:attribute'"),
+        ("local:", "the sandbox 'local:' names no attribute of a module; write 'module:attribute'"),
+        ("nowhere:X", "no module 'nowhere' for the sandbox"),
+    ],
+)
+def test_check_of_an_experiment_says_why_a_backend_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    (tmp_path / "unlicensed.py").write_text("raise ValueError('no licence')\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        HarnessRunner.check(AgentSpec(harness="codex", folder=str(tmp_path)), params={"sandbox": name})
 
 
 def test_check_of_an_experiment_refuses_a_backend_without_a_method(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Writes parts of messages: the name that was probably meant, what to write instead of a value, and counts."""
 
 import inspect
+import math
 import os
 import re
 import shlex
@@ -57,11 +58,13 @@ def check_value(value: Any, hint: Any, where: str, *, advice: str = "", example:
 
 
 def _bounds(value: Any, hint: Any) -> str:
-    """Describe the allowed range if ``hint`` is a number with bounds; ``""`` if the value is not a number."""
+    """Describe the allowed range if ``hint`` is a number with bounds; ``""`` unless the value is one too."""
     hint = _alternatives(hint)[0]
     if get_origin(hint) is not Annotated or isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     kind, meta = get_args(hint)[:2]
+    if kind not in (int, float):
+        return ""
     limits = " and ".join(
         f"{_BOUNDS[name]} {getattr(meta, name)}" for name in _BOUNDS if getattr(meta, name) is not None
     )
@@ -131,8 +134,10 @@ def _one_of(value: Any, choices: tuple[str, ...]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Format a value as JSON, shortened to 60 characters."""
+    """Format a value as JSON, shortened to 60 characters; a float that JSON lacks as Python writes it."""
     try:
+        if isinstance(value, float) and not math.isfinite(value):
+            return repr(value)
         text = msgspec.json.encode(value).decode()
     except (TypeError, ValueError):
         text = repr(value)

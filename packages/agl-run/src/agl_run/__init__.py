@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agl_run.agents.agent import Agent as Agent
     from agl_run.agents.agent import AgentSpec as AgentSpec
     from agl_run.agents.agent import LoadedAgent as LoadedAgent
+    from agl_run.agents.importing import import_attribute as import_attribute
     from agl_run.config.file import load_config as load_config
     from agl_run.config.file import parse_config as parse_config
     from agl_run.config.sections import ExperimentConfig as ExperimentConfig
@@ -57,6 +58,7 @@ _HOMES = {
     "agl_run.access.trust": ("CA_ENV", "client_context", "refusal_of"),
     "agl_run.access.worker_token": ("WORKER_TOKEN_ENV", "WORKER_TOKEN_FILE_ENV", "WorkerKey", "worker_key"),
     "agl_run.agents.agent": ("Agent", "AgentSpec", "LoadedAgent"),
+    "agl_run.agents.importing": ("import_attribute",),
     "agl_run.config.file": ("load_config", "parse_config"),
     "agl_run.config.sections": (
         "ExperimentConfig",

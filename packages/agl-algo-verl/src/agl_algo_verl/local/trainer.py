@@ -148,9 +148,7 @@ class VERL(VerlTraining):
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint: weights, optimizer moments, learning-rate schedule and random state."""
         self._step = int(state["step"])
-        # Groups that were being collected are requested again by their numbers, and found in the store.
-        self._supply.restore(state["supply"])
-        self._replay.load(step=self._step)
+        self._restore_rollouts(state, self._context)
         self._live_at_saves.note()
         await self._learner.restore(state)
 

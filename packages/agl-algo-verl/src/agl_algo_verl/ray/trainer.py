@@ -247,8 +247,7 @@ class RayVERL(VerlTraining):
         self._opened, self._origin = str(state["opened"]), str(state["origin"])
         self._checkpoint = own_checkpoint(state, workdir=self._workdir)
         self._start, self._rate = str(state["start"]), float(state["rate"])
-        self._supply.restore(state["supply"])
-        self._replay.load(step=self._step)
+        self._restore_rollouts(state, self._context)
         if self._checkpoint and not Path(self._checkpoint).is_dir():
             raise ConfigError(
                 f"VERL's checkpoint {self._checkpoint} is not here. Resume where the run's files are, or start the "

@@ -97,11 +97,13 @@ class VerlReplay:
         write_directory(step_directory(self._workdir, step), fill)
         prune(self._workdir, step=step, keep=max(2, self._keep), kept=kept)
 
-    def load(self, *, step: int) -> None:
-        """Load the rows that were stored at a step; nothing happens if replay was off then."""
+    def load(self, *, step: int) -> str:
+        """Load the rows that were stored at a step, if replay was on then; returns the damage that prevents it."""
         source = step_directory(self._workdir, step)
-        if not self.is_on or damage(source):
-            return
+        if not (self.is_on and source.is_dir()):
+            return ""
+        if problem := damage(source):
+            return problem
         state = json.loads((source / "replay.json").read_text(encoding="utf-8"))
         tensors: dict[str, torch.Tensor] = cast("Any", safetensors).load_file(source / "rows.safetensors")
         rows = [
@@ -118,6 +120,7 @@ class VerlReplay:
             for i, about in enumerate(state["rows"])
         ]
         self._pool.restore(state["pool"], rows)
+        return ""
 
 
 def replay_weights(rows: Sequence[RowSample], *, bound: float) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,10 +29,11 @@ def own_checkpoint(state: Mapping[str, Json], *, workdir: Path) -> str:
     """Return the checkpoint that a saved state names, `""` for none.
 
     Raises ConfigError if it is outside of the run's folder: the state may come from a copied store, and VERL reads its
-    checkpoints with pickle, which runs code.
+    checkpoints with pickle, which runs code. A link in the run's folder may lead to another disk.
     """
     checkpoint = str(state.get("checkpoint", ""))
-    if checkpoint and not Path(checkpoint).resolve().is_relative_to(workdir.resolve()):
+    parents = Path(os.path.abspath(checkpoint)).parents
+    if checkpoint and workdir.resolve() not in (parent.resolve() for parent in parents):
         raise ConfigError(
             f"The saved state names VERL's checkpoint {checkpoint}, which is outside of the run's folder {workdir} and "
             "is not read. Resume where the run's files are, or start the run with --fresh."
@@ -59,6 +61,13 @@ class VerlTraining:
         begin_saving(context, self.save, algorithm="verl", save_every=every, serves=serves)
         for note in (*self.notes, *extra, *advice(self.settings)):
             context.say(note)
+
+    def _restore_rollouts(self, state: Mapping[str, Json], context: AlgorithmContext) -> None:
+        """Restore the groups that were being collected, and the rollouts to replay; logs why the latter are lost."""
+        # Groups that were being collected are requested again by their numbers, and found in the store.
+        self._supply.restore(state["supply"])
+        if found := self._replay.load(step=self._step):
+            context.say(f"{found}; training goes on without the rollouts of earlier steps that were to be replayed")
 
     async def save(self, must: bool) -> bool:
         """Save the state from which training continues; see `defer` of the context."""

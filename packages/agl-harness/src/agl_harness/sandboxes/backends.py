@@ -8,7 +8,6 @@ written when the attempt ends.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from agl_harness.sandboxes.contract import Sandbox, Sandboxes
 from agl_harness.sandboxes.isolation import Kind
 from agl_harness.sandboxes.local import LocalSandboxes
 from agl_inspect.keys import state_dir
+from agl_run import import_attribute
 
 GROUP = "agl_sandboxes"
 """The entry-point group under which packages register backends."""
@@ -75,11 +75,7 @@ def find_backend(name: str) -> Callable[..., Any]:
     if name not in known and ":" not in name:
         hint = did_you_mean(name, known, otherwise=f"there are {', '.join(known)}")
         raise ConfigError(f"there is no sandbox {name!r}; {hint}. For one of your own write 'module:attribute'")
-    module, _, attribute = name.partition(":")
-    try:
-        factory = found[name].load() if name in found else getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the sandbox {name!r} cannot be imported: {error}; install its package") from error
+    factory = import_attribute(found[name].value if name in found else name, kind="sandbox")
     if inspect.isclass(factory):
         _check_contract(name, factory)
     return factory
