@@ -20,6 +20,15 @@ def test_url_of_the_web_has_parts(url: str) -> None:
     [
         *("", "host", "ftp://host", "http://", "http://[x", "http://h:x", "http://h:0", "http://h:65536"),
         *("http://a b", "http://a\u2028b", "http://a\x7fb", "http://h\n", "http://h/ü", "http://h/a b"),
+        *(
+            "http://a\u200bb.example",
+            "http://a\u2026",
+            "http://\u2026",
+            "http://“h”",
+            "http://😀.example",
+            "http://ü..example",
+        ),
+        *(f"http://{'ü' * 70}", "http://xn--ü", "http://\u00ad", "http://h\u2044x"),
     ],
 )
 def test_other_text_has_none(url: str) -> None:

@@ -74,12 +74,14 @@ def bomb() -> bytes:
 
 
 @asynccontextmanager
-async def answering(body: bytes, *, encoding: str, content_type: str) -> AsyncIterator[str]:
+async def answering(body: bytes, *, encoding: str, content_type: str, status: int = 200) -> AsyncIterator[str]:
     """Run a server that answers every request with ``body``."""
 
     async def answer(request: web.Request) -> web.Response:
         await request.read()
-        return web.Response(body=body, headers={"content-encoding": encoding, "content-type": content_type})
+        return web.Response(
+            body=body, status=status, headers={"content-encoding": encoding, "content-type": content_type}
+        )
 
     async with listening(answer) as address:
         yield f"{address}/v1"
@@ -150,3 +152,72 @@ async def test_only_the_gateway_sets_headers_that_browsers_and_its_own_clients_o
             found = await client.chat.completions.with_raw_response.create(model="main_llm", messages=HI)
     assert [None] * 4 == [found.headers.get(name) for name in given]
     assert "r1" == found.headers["x-request-id"]
+
+
+CHAT = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}]}'
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        *(("utf-8", CHAT), ("", CHAT), ("none", CHAT), ("identity, identity", CHAT)),
+        *(("gzip, identity", gzip.compress(CHAT)), ("gzip", gzip.compress(CHAT[:40]) + gzip.compress(CHAT[40:]))),
+    ],
+    ids=["charset", "empty", "none", "identity", "gzip", "members"],
+)
+async def test_answer_that_clients_can_read_reaches_them(stage, encoding: str, body: bytes):
+    async with (
+        answering(body, encoding=encoding, content_type=TYPES[1]) as address,
+        stage(upstreams=[Upstream(name="main_llm", base_url=address)]) as it,
+    ):
+        _, token = await it.open_attempt()
+        async with it.openai(token) as client:
+            found = await client.chat.completions.create(model="main_llm", messages=HI)
+    assert "hi" == found.choices[0].message.content
+
+
+@pytest.mark.parametrize("has_spool", [False, True])
+@pytest.mark.parametrize("is_trained", [True, False], ids=["translated", "native"])
+async def test_stream_whose_last_event_is_here_is_complete_without_the_trailer_of_gzip(
+    stage, tmp_path, is_trained: bool, has_spool: bool
+):
+    packer = zlib.compressobj(6, zlib.DEFLATED, 31)
+    ended = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+    body = packer.compress(ANSWER + ended) + packer.flush(zlib.Z_SYNC_FLUSH)
+    async with (
+        answering(body, encoding="gzip", content_type=TYPES[0]) as address,
+        stage(
+            upstreams=[Upstream(name="main_llm", base_url=address, is_trained=is_trained)],
+            spool=str(tmp_path) if has_spool else "off",
+        ) as it,
+    ):
+        attempt_id, token = await it.open_attempt()
+        events = await (messages if is_trained else chat)(it, token, model="main_llm")
+        (call,) = await it.calls(attempt_id)
+    assert not is_trained or "message_stop" == events[-1].type
+    assert (True, "") == (call.is_complete, call.error)
+
+
+async def test_unreadable_answer_is_asked_of_the_next_server_and_an_empty_one_keeps_its_status(stage):
+    async with (
+        answering(b"x", encoding="br", content_type=TYPES[1]) as bad,
+        answering(CHAT, encoding="identity", content_type=TYPES[1]) as good,
+        answering(b"", encoding="br", content_type=TYPES[1], status=503) as empty,
+        stage(
+            upstreams=[
+                Upstream(name="main_llm", base_url=bad, replicas=[good]),
+                Upstream(name="empty", base_url=empty),
+                Upstream(name="bad", base_url=bad),
+            ]
+        ) as it,
+    ):
+        for _ in range(6):  # a server is chosen by the rollout
+            _, token = await it.open_attempt()
+            async with it.openai(token) as client:
+                found = await client.chat.completions.create(model="main_llm", messages=HI)
+                assert "hi" == found.choices[0].message.content
+        async with it.openai(token) as client:
+            for model, status in (("empty", 503), ("bad", 502)):
+                with pytest.raises(openai.APIStatusError) as caught:
+                    await client.chat.completions.create(model=model, messages=HI)
+                assert status == caught.value.status_code

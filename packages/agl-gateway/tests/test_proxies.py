@@ -94,6 +94,7 @@ async def test_upstreams_of_this_machine_and_of_no_proxy_are_asked_directly(stag
         ("*.Models.example:443", "https://eu.models.example/v1", "http://eu.models.example/v1"),
         ("other, 10.0.0.0/33 ,models.example", "http://models.example/v1", "http://10.0.0.1/v1"),
         ("müller.example", "http://müller.example/v1", "http://example/v1"),
+        (".,*.,[],:80,models.example", "http://models.example/v1", "http://example/v1"),
     ],
 )
 def test_entry_of_no_proxy_exempts_the_servers_that_it_names(monkeypatch, entry, direct, proxied):

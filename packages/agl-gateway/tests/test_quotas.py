@@ -1,5 +1,6 @@
 """An attempt that makes calls or appends spans without end is stopped, and its record says why."""
 
+import math
 from collections.abc import Callable
 
 import openai
@@ -60,8 +61,11 @@ async def test_spans_beyond_the_quota_are_refused_all_at_once(stage):
         assert "raise the gateway's max_spans" in told
 
 
+@pytest.mark.parametrize("found", [0, math.nan])
 @pytest.mark.parametrize("name", ["max_answer", "max_calls", "max_spans", "timeout_s"])
 @pytest.mark.parametrize("kind", [Settings, EmbeddedGateway])
-def test_limit_of_0_is_refused_with_a_number_that_works(kind: Callable[..., object], name: str):
-    with pytest.raises(ConfigError, match=rf"the gateway's {name} is 0; give a number above 0, such as \d+"):
-        kind(**{name: 0})
+def test_limit_that_is_not_positive_is_refused_with_a_number_that_works(
+    kind: Callable[..., object], name: str, found: float
+):
+    with pytest.raises(ConfigError, match=rf"the gateway's {name} is {found}; give a number above 0, such as \d+"):
+        kind(**{name: found})

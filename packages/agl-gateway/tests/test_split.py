@@ -367,7 +367,7 @@ async def test_split_that_cannot_be_served_is_refused_at_the_start(tmp_path, ver
     ("split", "message"),
     [
         ("production=0.9,candidate=0.2", "the shares add up to 1.1"),
-        ("production=0.9", "one arm"),
+        ("production=0.9", "two arms or more"),
         (HALVES, "'candidate' names no version"),
     ],
 )

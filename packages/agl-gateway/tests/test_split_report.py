@@ -119,8 +119,8 @@ def test_growing_candidate_keeps_whom_it_had(key: str, share: float, more: float
     ("text", "message"),
     [
         ("production=0.9,candidate=0.2", "add up to 1.1"),
-        ("production=1", "one arm and needs two or more"),
-        ("production=0.5", "one arm"),
+        ("production=1", "needs two arms or more, with commas between them"),
+        ("production=0.5;candidate=0.5", "with commas between them; write"),
         ("production=0.9,candidate=x", r"^--split 'production=0.9,.*': the share of 'candidate' is 'x', not a number"),
         ("production=0.9,candidate=1", "the share of 'candidate' is '1', not a number between 0 and 1"),
         ("production=0.9,candidate=0", "the share of 'candidate' is '0', not a number between 0 and 1"),
@@ -128,7 +128,7 @@ def test_growing_candidate_keeps_whom_it_had(key: str, share: float, more: float
         ("production=0.9,candidate=nan", "'nan', not a number"),
         ("production=0.5,production=0.5", "the label 'production' is given twice; write"),
         ("production=0.5,a/b=0.5", "the label 'a/b' may hold letters, digits, '_', '.' and '-' only; write"),
-        ("", "one arm"),
+        ("", "needs two arms or more"),
     ],
 )
 def test_bad_split_is_refused(text: str, message: str) -> None:

@@ -1,6 +1,7 @@
 """Parses URLs that people wrote, and removes credentials before URLs are shown, logged or sent elsewhere."""
 
 import re
+from unicodedata import category
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from agl.dialects._exchange import ENDPOINTS, dialect_of
@@ -18,9 +19,18 @@ def web_parts(url: str) -> SplitResult | None:
         parts = urlsplit(url)
         # Port 0 means "any free one" to a server, and nothing to a client.
         is_web = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # brackets without an address, or an impossible port
+        is_web = is_web and _is_host(parts.hostname or "")
+    except ValueError:  # brackets without an address, an impossible port, or a name that no client can encode
         return None
     return parts if is_web and _WRITTEN.fullmatch(url) else None
+
+
+def _is_host(name: str) -> bool:
+    """Return false, or raise :class:`UnicodeError`, if clients cannot encode a host name of another script."""
+    if name.isascii():
+        return True
+    # Clients drop or refuse other characters, such as spaces without width, quotes and ellipses.
+    return all(category(char)[0] in "LMN" or char in "-." for char in name) and bool(name.encode("idna"))
 
 
 def base_url_of(given: str, *, who: str) -> str:

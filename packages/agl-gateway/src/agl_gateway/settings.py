@@ -113,7 +113,7 @@ class Settings(EmbeddedSettings):
 
     def __post_init__(self) -> None:
         for one in fields(EmbeddedSettings):
-            if one.name in _POSITIVE and (found := getattr(self, one.name)) <= 0:
+            if one.name in _POSITIVE and not (found := getattr(self, one.name)) > 0:  # NaN is not
                 raise ConfigError(f"the gateway's {one.name} is {found}; give a number above 0, such as {one.default}")
 
 

@@ -15,6 +15,7 @@ from itertools import chain
 
 import zstandard
 from aiohttp import StreamReader, web
+from multidict import CIMultiDictProxy
 
 from agl_gateway.wire.problems import Problem
 
@@ -144,9 +145,13 @@ class Inflater:
 
     Its methods yield small pieces, so that no thread waits long. They raise one of :data:`INFLATE_ERRORS` if the bytes
     are not exactly one stream of the encoding.
+
+    Args:
+        is_series: Accept gzip streams in several members (RFC 1952, section 2.2).
     """
 
-    def __init__(self, encoding: str) -> None:
+    def __init__(self, encoding: str, *, is_series: bool = False) -> None:
+        self._is_series = is_series
         self._zstd = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
         self._zlib = zlib.decompressobj(_ZLIB if encoding == "deflate" else _GZIP)
         self._encoding = encoding
@@ -160,15 +165,19 @@ class Inflater:
                 self._zlib = zlib.decompressobj(_RAW)
         view, step = memoryview(data), _ZSTD_STEP if self._encoding == "zstd" else _STEP
         for start in range(0, len(view), step):
-            if self._zlib.eof or self._zstd.eof:
-                raise zlib.error("bytes follow its end")
             sent: bytes | memoryview = view[start : start + step]
             if self._encoding == "zstd":
+                if self._zstd.eof:
+                    raise zlib.error("bytes follow its end")
                 yield self._zstd.decompress(sent)
                 continue
             while len(sent):
+                if self._zlib.eof and not self._is_series:
+                    raise zlib.error("bytes follow its end")
+                if self._zlib.eof:
+                    self._zlib = zlib.decompressobj(_GZIP)
                 yield self._zlib.decompress(sent, _PIECE)
-                sent = self._zlib.unconsumed_tail
+                sent = self._zlib.unconsumed_tail or self._zlib.unused_data
 
     def end(self) -> Iterator[bytes]:
         """Yield the last bytes of the stream, unless it is empty."""
@@ -178,7 +187,7 @@ class Inflater:
             yield self._zlib.flush()
         if not (self._zlib.eof or self._zstd.eof):
             raise zlib.error("it breaks off")
-        if self._zlib.unused_data or self._zstd.unused_data:
+        if self._zstd.unused_data:
             raise zlib.error("bytes follow its end")
 
 
@@ -340,15 +349,21 @@ def _expected_size(request: web.BaseRequest, encoding: str, limit: int) -> int:
     return min(limit, largest(sent, encoding)) if encoding else sent
 
 
+def encodings_of(headers: CIMultiDictProxy[str]) -> list[str]:
+    """Return the content encodings that the headers of a message name, without ``identity``."""
+    named = (part.strip().lower() for part in ",".join(headers.getall("content-encoding", [])).split(","))
+    return [name for name in named if name not in ("", "identity")]
+
+
 def _encoding_of(request: web.BaseRequest) -> str:
-    sent = ", ".join(request.headers.getall("content-encoding", []))
-    encodings = [item for item in (part.strip().lower() for part in sent.split(",")) if item not in ("", "identity")]
+    encodings = encodings_of(request.headers)
     if not encodings:
         return ""
     if len(encodings) > 1 or encodings[0] not in ENCODINGS:
         raise Problem(
             415,
-            f"the gateway does not read content-encoding {sent!r}; send {READABLE}, once, or no content-encoding",
+            f"the gateway does not read content-encoding {', '.join(encodings)!r}; send {READABLE}, once, or no "
+            "content-encoding",
             code="unsupported_encoding",
         )
     return encodings[0]

@@ -155,7 +155,7 @@ def _names(entry: str, host: str, port: int) -> bool:
         return ip_address(host) in ip_network(entry.strip("[]"), strict=False)
     name, _, only = entry.rpartition(":") if re.search(r":\d+$", entry) else (entry, "", "")
     name = name.strip("[]").removeprefix("*").lstrip(".")
-    return only in ("", str(port)) and (not name or f".{host}".endswith(f".{name}"))
+    return entry == "*" or (name != "" and only in ("", str(port)) and f".{host}".endswith(f".{name}"))
 
 
 def _target(upstream: Upstream, environ: Mapping[str, str]) -> UpstreamTarget:

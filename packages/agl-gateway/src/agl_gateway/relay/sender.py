@@ -35,7 +35,7 @@ from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Dialect
 from agl.urls import shown_url
-from agl_gateway.relay.bodies import ENCODINGS, INFLATE_ERRORS, READABLE, Inflater
+from agl_gateway.relay.bodies import ENCODINGS, INFLATE_ERRORS, READABLE, Inflater, encodings_of
 from agl_gateway.relay.callers import clean
 from agl_gateway.relay.routing import UpstreamTarget, proxy_for
 from agl_gateway.wire.messages import MessagesTranslation
@@ -60,8 +60,8 @@ _NOT_RELAYED = frozenset(
 _NOT_RELAYED_GROUPS = ("access-control-", "x-agl-")
 """Beginnings of response headers that only the gateway itself may set."""
 
-_NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")
-"""Codes of errors without an answer; another server may be tried, because sampling has no side effects."""
+_NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed", "unreadable_answer")
+"""Codes of errors without a readable answer; another server may be tried, because sampling has no side effects."""
 
 _CONNECT_TRIES = 3
 _CONNECT_S = 10.0
@@ -70,6 +70,9 @@ _KEEPALIVE_S = 4.0
 _CONNECT_PAUSE_S = 0.1
 _IN_PARTS = 1024 * 1024
 """Size in bytes from which a body is sent in parts, so that the event loop serves other requests in between."""
+
+_OTHER_ENCODINGS = ("br", "compress", "x-compress", "dcb", "dcz")
+"""Content encodings that the gateway does not read; any other word, such as utf-8, means an uncompressed answer."""
 
 _NOT_FOUND = 404
 
@@ -322,14 +325,15 @@ async def decompressed(response: aiohttp.ClientResponse, *, limit: int) -> Async
     Raises:
         Problem: 502 if the answer has more than ``limit`` bytes, or is not in the encoding that its header names.
     """
-    encoding = ", ".join(response.headers.getall("content-encoding", ["identity"])).strip().lower()
-    if encoding not in (*ENCODINGS, "identity"):
-        raise _unreadable(f"has the content-encoding {encoding!r}, and the gateway reads {READABLE} only")
-    inflater = None if encoding == "identity" else Inflater(encoding)
+    encodings = [name for name in encodings_of(response.headers) if name in (*ENCODINGS, *_OTHER_ENCODINGS)]
+    encoding = ", ".join(encodings)
+    inflater = Inflater(encoding, is_series=True) if encoding in ENCODINGS else None
     data, size = b"-", 0
     try:
         while data:
             data = await response.content.readany()
+            if data and encoding and inflater is None:
+                raise _unreadable(f"has the content-encoding {encoding!r}, and the gateway reads {READABLE} only")
             pieces = iter((data,))
             if inflater is not None:
                 pieces = inflater.feed(data) if data else inflater.end()
@@ -345,7 +349,7 @@ async def decompressed(response: aiohttp.ClientResponse, *, limit: int) -> Async
 
 def _unreadable(problem: str) -> Problem:
     text = f"the backend's answer {problem}; let the backend send it uncompressed, as the gateway asks it to"
-    return Problem(502, text, code="unreadable_answer")
+    return Problem(502, text, code="unreadable_answer", is_retryable=True)
 
 
 def _too_large(limit: int) -> Problem:
@@ -461,9 +465,9 @@ class Pump:
             try:
                 async with asyncio.timeout(_END_OF_BODY_S if self._end.is_here else None):
                     chunk = await anext(body, b"")
-            except Problem as problem:
-                return await self._cut(problem)
-            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            except (Problem, aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                if isinstance(error, Problem) and not self._end.is_here:
+                    return await self._cut(error)
                 if not self._end.is_here:
                     return f"the backend's stream broke off: {error or type(error).__name__}"
                 chunk = b""  # the last event is here, whatever becomes of the connection
@@ -471,8 +475,7 @@ class Pump:
                 await self._pass(b"" if self.translation is None else self.translation.end())
                 return ""
             self.chunks.append(chunk)
-            if self.holds_end:
-                self._end.feed(chunk)
+            self._end.feed(chunk)
             await self._pass(chunk if self.translation is None else self.translation.feed(chunk))
 
     def taken(self) -> list[bytes]:
@@ -488,7 +491,7 @@ class Pump:
         return str(problem)
 
     async def _pass(self, passed: bytes) -> None:
-        if self._end.has_begun:
+        if self.holds_end and self._end.has_begun:
             self.held += passed
         elif passed:
             await self.reply.write(passed)

@@ -62,7 +62,7 @@ def parse_split(text: str) -> Split:
     """Parse a split from ``LABEL=SHARE,LABEL=SHARE,...``; raises :class:`ConfigError`."""
     shares: dict[str, float] = {}
     if "," not in text:
-        raise ConfigError(f"--split {text!r} has one arm and needs two or more; {_EXAMPLE}")
+        raise ConfigError(f"--split {text!r} needs two arms or more, with commas between them; {_EXAMPLE}")
     for part in text.split(","):
         label, _, number = (piece.strip() for piece in part.partition("="))
         if not LABEL.fullmatch(label) or label in shares:
