@@ -213,6 +213,24 @@ def test_build_names_the_table_to_which_a_parameter_belongs():
         manager.build(entry, lr=1)
 
 
+class Stepping:
+    state: Rate
+
+    def __init__(self, lr_start: float = 0.1) -> None:
+        pass
+
+
+def rate(lr_start: float = 0.1) -> Rate:
+    return Rate(lr=lr_start)
+
+
+@pytest.mark.parametrize("factory", [Stepping, rate])
+def test_build_names_only_parameters_as_tables(factory):
+    manager, entry = with_reward(factory)
+    with pytest.raises(ConfigError, match=r"no parameter 'lr'; .*parameters are: lr_start"):
+        manager.build(entry, lr=1)
+
+
 def test_build_names_a_missing_parameter():
     manager, entry = with_reward(Scaled)
     with pytest.raises(ConfigError, match="the reward 'toy' needs the parameter 'scale'"):

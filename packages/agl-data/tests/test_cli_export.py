@@ -115,9 +115,10 @@ def test_export_that_fails_leaves_the_earlier_file(run, store, tmp_path):
     assert ["out.txt", "runs"] == sorted(os.listdir(tmp_path))
 
 
-def test_lines_of_json_are_not_written_into_a_file_named_parquet(run, store, tmp_path):
+@pytest.mark.parametrize("form", ["rows", "names", "tinker"])
+def test_lines_of_json_are_not_written_into_a_file_named_parquet(run, store, tmp_path, form):
     store("a")
-    result = run("data", "export", "--format", "rows", "--output", "rows.parquet")
+    result = run("data", "export", "--format", form, "--output", "rows.parquet")
     assert (1, True) == (result.exit_code, "writes JSON lines, and 'rows.parquet' says Parquet" in result.stderr)
     assert ["runs"] == os.listdir(tmp_path)
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from agl import PluginManager
+from agl.contracts import ExperimentRecord
 from agl_data.export.command import FORMATS
 from agl_data.export.formats import formats_of
 from agl_inspect.terminal.program import cli
@@ -107,6 +108,20 @@ def test_damaged_rollouts_are_removed_by_id_and_named() -> None:
     assert "removed 2 rollouts, 1 of them damaged: sums-001\n" == shown
     assert ["sums-000", "sums-003"] == sorted(rows("runs/agl.db"))
     assert "removed 1 rollout\n" == run("runs", "rm", "sums-003")
+
+
+@pytest.mark.usefixtures("damaged_parts")
+def test_damaged_rollout_is_removed_only_by_force_while_an_experiment_is_unfinished() -> None:
+    async def begin() -> None:
+        opened = SQLiteStore("sqlite:///runs/agl.db")
+        await opened.save_state({}, experiment=ExperimentRecord(name="other"))
+        await opened.close()
+
+    asyncio.run(begin())
+    done = CliRunner().invoke(cli, ["runs", "rm", "sums-001"], obj=MANAGER)
+    assert (1, True) == (done.exit_code, "pass --force" in done.output)
+    assert "sums-001" in rows("runs/agl.db")
+    assert "removed 1 rollout, 1 of them damaged: sums-001\n" == run("runs", "rm", "--force", "sums-001")
 
 
 @pytest.mark.usefixtures("damaged_parts")

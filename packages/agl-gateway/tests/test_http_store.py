@@ -49,7 +49,7 @@ def test_damaged_rollout_is_named_and_removed_through_a_gateway(tmp_path: Path) 
         with closing(sqlite3.connect(tmp_path / "runs.db")) as database:
             database.execute("UPDATE rollouts SET data = x'c1'")
             database.commit()
-        with pytest.raises(NotFoundError, match="'a'; its record cannot be read") as caught:
+        with pytest.raises(NotFoundError, match="the record of rollout 'a' cannot be read") as caught:
             await store.rollouts(RolloutQuery(ids=("a",)))
         assert caught.value.is_damaged
         assert 1 == await store.delete(["a"])

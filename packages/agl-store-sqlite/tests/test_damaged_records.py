@@ -75,7 +75,7 @@ def test_damaged_rollout_is_named_once_and_hides_no_other(
             found = [each.rollout.rollout_id async for each in read_recordings(store, query, spans="all")]
             assert left == found
         assert "q-1" == (await store.rollouts(RolloutQuery(limit=1, is_newest_first=True)))[0].rollout_id
-        with pytest.raises(NotFoundError, match=f"unknown rollout '{own}'; its record cannot be read"):
+        with pytest.raises(NotFoundError, match=f"the record of rollout '{own}' cannot be read"):
             await store.rollouts(RolloutQuery(ids=(own,)))
 
     with caplog.at_level(logging.WARNING):

@@ -106,7 +106,8 @@ class NotFoundError(StoreError):
     """
 
     def __init__(self, kind: str, key: str, hint: str = "", *, is_damaged: bool = False) -> None:
-        super().__init__(f"unknown {kind} {key!r}" + (f"; {hint}" if hint else ""))
+        found = f"the record of {kind} {key!r} cannot be read" if is_damaged else f"unknown {kind} {key!r}"
+        super().__init__(found + (f"; {hint}" if hint else ""))
         self.kind = kind
         self.key = key
         self.is_damaged = is_damaged

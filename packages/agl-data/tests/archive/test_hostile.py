@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from pyarrow import parquet
 
 from agl.contracts import Metric, RolloutQuery
-from agl.errors import DatasetError, StoreError
+from agl.errors import ConflictError, DatasetError, StoreError
 from agl.schemas import Attempt, Reward, Rollout, Span, decode, encode
 from agl.stores import MemoryStore
 from agl_data.archive import arrow
@@ -96,8 +96,23 @@ def test_part_that_lacks_rows_is_named_and_the_others_are_restored(hostile: Path
                 r"sums/spans/part-\w+.parquet.* is damaged: it has 3 rows and should have 4", str(found.value)
             )
             done = "would restore" if is_dry_run else "restored"
-            assert str(found.value).endswith(f"; {done} 2 rollouts of other parts")
+            assert str(found.value).endswith(f"; {done} 2 rollouts of whole parts")
             assert known == [rollout.rollout_id for rollout in await store.rollouts(RolloutQuery())]
+
+    asyncio.run(work())
+
+
+def test_damage_is_named_with_the_conflict_of_a_later_part(hostile: Path) -> None:
+    rewrite(hostile, "spans", lambda rows: rows[:-1])
+
+    async def work() -> None:
+        first, store = MemoryStore(), MemoryStore()
+        await record_context(first)
+        await record(first, ids=[2])
+        await archive(first, str(hostile))
+        await store.enqueue([Rollout(rollout_id="sums-002", task="another")])
+        with pytest.raises(ConflictError, match=r"'sums-002' is already .*; 'sums/spans/part-.* is damaged: it has 3"):
+            await restore(store, str(hostile))
 
     asyncio.run(work())
 

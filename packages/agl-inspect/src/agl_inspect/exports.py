@@ -70,7 +70,8 @@ class ExportSetup(NamedTuple):
 
     Attributes:
         file: The open file, which the command closes.
-        path: The final name of the file, whose suffix may choose a variant; ``None`` for standard output.
+        path: The final name of the file, whose suffix may choose a variant; ``None`` for standard output. It ends in
+            ``.parquet`` only if the summary of the format's entry says ``.parquet``.
         losses: The counter to which the writer adds contents that the format cannot hold.
     """
 

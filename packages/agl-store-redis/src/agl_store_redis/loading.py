@@ -13,7 +13,7 @@ from agl.schemas import AttemptStatus, ResourceVersion, Rollout, Span, decode, r
 from agl_store_redis.connections import Server
 from agl_store_redis.scripts import call
 from agl_store_sqlite.sql.changes import LoadedRows
-from agl_store_sqlite.sql.needs import Needs, queues_of
+from agl_store_sqlite.sql.needs import MOST_CLAIMED, Needs, queues_of
 from agl_store_sqlite.sql.rows import ATTEMPT_BITS, Row, number_of, read_rollout
 
 HOLD_S = 5
@@ -41,8 +41,8 @@ class Loaded:
         before: The rollouts as stored, by id; of a damaged one, its id, experiment and number of attempts.
         versions: Versions of the rollouts' progress, by id.
         comparisons: Conditions under which the loaded data is unchanged.
-        held: Rollouts that were taken from the queue: their members of the key ``held``, by id. Damaged ones are left
-            out, so that they go back to the queue only after :data:`HOLD_S`, and others are claimed meanwhile.
+        held: Rollouts that were taken from the queue: their members of the key ``held``, by id.
+        is_short: Whether damaged rollouts stood in the queue, in the places of others that can be claimed.
         lapsed: Ids of overdue attempts.
     """
 
@@ -51,6 +51,7 @@ class Loaded:
     versions: dict[str, int] = field(default_factory=dict[str, int])
     comparisons: list[Comparison] = field(default_factory=list[Comparison])
     held: dict[str, str] = field(default_factory=dict[str, str])
+    is_short: bool = False
     lapsed: Sequence[str] = ()
 
     @property
@@ -58,13 +59,8 @@ class Loaded:
         """Return true if overdue attempts must be decided before the operations run."""
         return self.rows.next_deadline <= self.rows.now
 
-    @property
-    def is_short(self) -> bool:
-        """Return true if damaged rollouts stood in the queue, in the places of others that can be claimed."""
-        return any(each in self.rows.damaged for ids in self.rows.queues.values() for each in ids)
 
-
-def begin(server: Server, base: str, needs: Sequence[Needs], *, held: Sequence[str] = ()) -> Loaded:
+def begin(server: Server, base: str, needs: Sequence[Needs], *, held: Sequence[str] = (), times: int = 1) -> Loaded:
     """Load the data that operations need; if attempts are overdue, only the clock. redis-py's errors pass through.
 
     Args:
@@ -72,6 +68,7 @@ def begin(server: Server, base: str, needs: Sequence[Needs], *, held: Sequence[s
         base: The prefix of all keys.
         needs: The data to load.
         held: Rollouts that an earlier try took from the queue, and that are put back.
+        times: Multiplies the number of rollouts that are taken from the queue.
     """
     claim_ids = list(dict.fromkeys(claim_id for need in needs for claim_id in need.claim_ids))
     versions = list(dict.fromkeys(version for need in needs for version in need.versions))
@@ -83,7 +80,7 @@ def begin(server: Server, base: str, needs: Sequence[Needs], *, held: Sequence[s
         "rollouts": list(dict.fromkeys(rollout_id for need in needs for rollout_id in need.rollout_ids)),
         "attempts": list(dict.fromkeys(_place(each) for need in needs for each in need.attempt_ids)),
         "spans": _spans([span for need in needs for span in need.spans]),
-        "queues": [(experiment, limit) for experiment, limit in queues.items()],
+        "queues": [(experiment, min(MOST_CLAIMED, limit * times)) for experiment, limit in queues.items()],
         "claims": claim_ids,
         "versions": versions,
     }
@@ -96,8 +93,10 @@ def begin(server: Server, base: str, needs: Sequence[Needs], *, held: Sequence[s
     _put_spans(loaded, answer[5], answer[6])
     for experiment, found in zip(queues, answer[7], strict=True):
         ids = loaded.rows.queues[experiment] = [each.decode() for each in found]
-        rollouts = loaded.rows.rollouts
-        loaded.held |= {each: f"{rollouts[each].experiment}/{each}" for each in ids if each in rollouts}
+        loaded.held |= {each: f"{loaded.before[each].experiment}/{each}" for each in ids if each in loaded.before}
+    if damaged := [loaded.held.pop(each) for each in list(loaded.held) if each in loaded.rows.damaged]:
+        server.run("ZREM", f"{base}held", *damaged)  # they leave the queue for good
+        loaded.is_short = True
     loaded.comparisons += [("c", name, "", size) for name, size in zip(claim_ids, answer[8], strict=True)]
     for (name, version), data in zip(versions, answer[9], strict=True):
         if data is not None:
@@ -137,15 +136,15 @@ def _clock(answer: Sequence[bytes]) -> LoadedRows:
     return LoadedRows(now=now, next_deadline=float(deadline) if deadline else math.inf)
 
 
-def _put_rollouts(loaded: Loaded, rows: Sequence[Sequence[bytes]]) -> None:
-    for name, number, progress, data, experiment in rows:
+def _put_rollouts(loaded: Loaded, rows: Sequence[tuple[bytes, bytes, bytes, bytes, bytes, int]]) -> None:
+    for name, number, progress, data, experiment, attempts in rows:
         rollout_id = name.decode()
         loaded.comparisons.append(("p", rollout_id, "", progress))
         if number:
             loaded.versions[rollout_id], row = _row(rollout_id, int(number), progress, data)
             loaded.rows.put_rollout(row)
             loaded.before[rollout_id] = loaded.rows.rollouts.get(rollout_id) or Rollout(
-                rollout_id=rollout_id, task=None, experiment=experiment.decode(), attempts=row[3]
+                rollout_id=rollout_id, task=None, experiment=experiment.decode(), attempts=attempts
             )
 
 

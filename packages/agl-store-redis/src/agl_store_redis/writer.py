@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
@@ -88,10 +89,13 @@ class BatchWriter:
 
     def _begin(self, needs: Sequence[Needs]) -> Loaded:
         """Decide overdue attempts, then load the data that operations need."""
+        times = 1
         while True:
-            loaded = self._repeated(lambda server: begin(server, self._target.base, needs, held=self._held))
+            start = partial(begin, base=self._target.base, needs=needs, held=self._held, times=times)
+            loaded = self._repeated(start)
             self._held = list(loaded.held.values())
             if loaded.is_short:
+                times *= 2
                 continue
             if not loaded.is_overdue:
                 return loaded

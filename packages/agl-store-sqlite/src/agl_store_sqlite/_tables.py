@@ -110,6 +110,11 @@ class SQLiteTables:
     def overdue(self) -> list[Claim]:
         return self._claims("a.deadline <= ? ORDER BY a.deadline, a.id", self.now)
 
+    def is_running(self, rollout_id: str) -> bool:
+        low = self._key(rollout_id, 0)
+        sql = "SELECT 1 FROM attempts WHERE status = 'running' AND id BETWEEN ? AND ?"
+        return self._db.execute(sql, (low, low | NUMBER_MASK)).fetchone() is not None
+
     def bound_leases(self) -> None:
         """Shorten running leases that would last longer than their length because the clock was set back."""
         running = self._claims("a.deadline > ? ORDER BY a.id", self.now)

@@ -7,7 +7,7 @@ parameter does not exist or has the wrong type.
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast, get_type_hints
 
@@ -77,6 +77,8 @@ def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any
     """Build the component; raises :class:`ConfigError`, which names the wrong parameter and the accepted ones."""
     factory = resolve(entry, component, source)
     checked = checked_params(factory, component, params)
+    if inspect.isabstract(factory):  # calling it would raise a TypeError
+        check_contract(factory, entry, component, source)
     # What the parts that an experiment brings itself raise is passed on: their callers know better what to say.
     with _blaming(str(entry.factory), component, source, doing="calling") if source.module else nullcontext():
         made = factory(**checked)
@@ -125,7 +127,7 @@ def checked_params(factory: Callable[..., Any], component: str, params: Mapping[
         # The most common mistake in an experiment file is a misspelled parameter, so the message
         # names the close one.
         if name not in named and not takes_any:
-            home = _home_of(name, _type_hints(factory)) or _accepted(name, list(named))
+            home = _home_of(name, list(named), _type_hints(factory)) or _accepted(name, list(named))
             raise ConfigError(f"{component} takes no parameter {name!r}; {home}")
     absent = ", ".join(repr(p.name) for p in named.values() if p.default is p.empty and p.name not in params)
     if absent:
@@ -205,9 +207,9 @@ def _accepted(name: str, accepted: list[str]) -> str:
     return f"{f'{near} Its' if near else 'its'} parameters are: {', '.join(accepted)}"
 
 
-def _home_of(name: str, hints: Mapping[str, Any]) -> str:
+def _home_of(name: str, named: Sequence[str], hints: Mapping[str, Any]) -> str:
     """Return ``did you mean 'optim.lr'?`` if a parameter is a record with a field of this name, else ``""``."""
-    homes = [path for path, hint in hints.items() if name in getattr(hint, "__struct_fields__", ())]
+    homes = [path for path in named if name in getattr(hints.get(path), "__struct_fields__", ())]
     return f"did you mean {f'{homes[0]}.{name}'!r}?" if homes else ""
 
 

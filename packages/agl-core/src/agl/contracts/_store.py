@@ -299,7 +299,8 @@ class Store(Protocol):
         """Remove finished rollouts with their attempts and spans; returns the number of removed rollouts.
 
         If a rollout is not finished, it raises :class:`~agl.errors.ConflictError` and removes nothing. A rollout whose
-        record cannot be read is removed in any state; its numbers stay in the statistics.
+        record cannot be read is removed unless it runs; its numbers stay in the statistics, and in the counts of a
+        store that counts by them.
         """
         ...
 

@@ -129,6 +129,9 @@ class MemoryTables:
         due = takewhile(lambda entry: entry[0] <= self.now, self._due.lists.get("", []))
         return [need_held(self, attempt_id) for *_, attempt_id in due]
 
+    def is_running(self, rollout_id: str) -> bool:
+        return need_rollout(self, rollout_id).status == "running"
+
     def next_deadline(self) -> float:
         """The time at which the next attempt becomes overdue, in Unix seconds; infinity if no attempt runs."""
         due = self._due.lists.get("")

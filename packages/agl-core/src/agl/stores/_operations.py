@@ -219,6 +219,11 @@ def delete(tables: Tables, rollout_ids: Sequence[str]) -> int:
         except NotFoundError as error:
             if not error.is_damaged:
                 raise
+            if tables.is_running(rollout_id):
+                raise ConflictError(
+                    f"an attempt of rollout {rollout_id!r} is running, and the rollout's record cannot be read; "
+                    "nothing was deleted: try again once the attempt's lease has ended"
+                ) from error
             # Its share stays in the statistics, because only its record says to which step it belongs.
             damaged[rollout_id] = Rollout(rollout_id=rollout_id, task=None)
     unfinished = [rollout_id for rollout_id, rollout in found.items() if not rollout.is_finished]

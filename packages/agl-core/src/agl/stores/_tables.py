@@ -42,6 +42,10 @@ class Tables(Protocol):
         """Running attempts whose deadline has passed, the longest overdue first."""
         ...
 
+    def is_running(self, rollout_id: str) -> bool:
+        """True if an attempt of the rollout runs, also if the rollout's record cannot be read."""
+        ...
+
     def version(self, name: str, version: str) -> ResourceVersion | None:
         """This version of a resource; ``None`` if it was never published."""
         ...

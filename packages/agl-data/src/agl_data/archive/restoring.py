@@ -69,6 +69,7 @@ def find_parts(place: Place, *, experiments: Sequence[str] = (), names: Sequence
 
     Raises:
         ConfigError: The place is not an archive, or a name is the prefix of several ids.
+        DamagedArchiveError: A manifest is damaged; nothing is restored.
         NotFoundError: The archive lacks an experiment or a rollout.
     """
     open_archive(place)
@@ -100,7 +101,8 @@ async def restore_parts(
 
     Raises:
         ConflictError: The store has a rollout, version or label with other contents.
-        DamagedArchiveError: Files of the archive are damaged. Their parts are left out, and the others restored.
+        DamagedArchiveError: Files of parts are damaged; these parts are left out, and the others restored. Or an
+            experiment's versions, labels, scores or metrics are damaged; then no rollout is restored.
     """
     found: list[str] = []
     done = Restored(experiments=sorted({part.manifest.experiment for part in parts}))
@@ -115,11 +117,13 @@ async def restore_parts(
                     await _restore(store, part, reader, known)
         except DamagedArchiveError as error:
             found.append(str(error))
+        except ConflictError as error:
+            raise ConflictError("; ".join([str(error), *found])) from error
         else:
             done = replace(done, rollouts=done.rollouts + part.wanted - len(known), known=done.known + len(known))
         tell(part.wanted)
     if found:
-        others = f"{'would restore' if is_dry_run else 'restored'} {count_of(done.rollouts, 'rollout')} of other parts"
+        others = f"{'would restore' if is_dry_run else 'restored'} {count_of(done.rollouts, 'rollout')} of whole parts"
         raise DamagedArchiveError("; ".join([*found, others]))
     return done
 

@@ -90,7 +90,8 @@ def export(
     if form in (*_OF_RESOURCES, "model"):
         _export_resources(manager, store_url, rollout_ids, form, output)
         return
-    if form in FORMATS and output is not None and output.suffix.lower() == ".parquet":
+    is_parquet = form not in FORMATS and ".parquet" in manager.command(f"export {form}").summary
+    if output is not None and output.suffix.lower() == ".parquet" and not is_parquet:
         raise ConfigError(
             f"--format {form} writes JSON lines, and {str(output)!r} says Parquet; name an --output that ends in "
             ".jsonl. Parquet comes from --format verl, and from agl data archive, whose tables pandas reads"

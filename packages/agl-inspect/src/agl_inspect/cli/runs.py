@@ -324,6 +324,11 @@ async def _remove(store: Store, names: Sequence[str], *, force: bool) -> tuple[i
                 raise
             damaged.append(error.key)
     running = set[str]() if force else await unfinished_experiments(store)
+    if damaged and running:
+        raise ConflictError(
+            f"the record of rollout {damaged[0]} cannot be read, and the experiment {min(running)!r} is not finished "
+            "and may need it to resume; finish the experiment, or pass --force, and --resume runs the rollout again"
+        )
     for rollout in found.values():
         if rollout.experiment in running:
             raise ConflictError(

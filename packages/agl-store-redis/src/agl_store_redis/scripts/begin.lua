@@ -19,8 +19,10 @@ local rollouts, known = {}, {}
 local function load_rollout(id)
   if known[id] == nil then
     local row = redis.call('HMGET', key('r/' .. id), 'n', 'p', 'd', 'e')
+    row.attempts = redis.call('HLEN', key('r/' .. id))  -- the other fields are attempts
+    for at = 1, 4 do row.attempts = row.attempts - (row[at] and 1 or 0) end
     known[id] = row[1] and row or false
-    rollouts[#rollouts + 1] = {id, row[1] or '', row[2] or '', row[3] or '', row[4] or ''}
+    rollouts[#rollouts + 1] = {id, row[1] or '', row[2] or '', row[3] or '', row[4] or '', row.attempts}
   end
   return known[id]
 end
@@ -46,7 +48,7 @@ end
 for _, id in ipairs(request.rollouts) do
   local row = load_rollout(id)
   local is_read, progress = pcall(cmsgpack.unpack, row and row[2])
-  local number = is_read and type(progress) == 'table' and tonumber(progress[6]) or 0
+  local number = is_read and type(progress) == 'table' and tonumber(progress[6]) or row and row.attempts or 0
   if number > 0 then load_attempt(id, number) end
 end
 for _, each in ipairs(request.attempts) do load_attempt(each[1], each[2]) end

@@ -67,6 +67,10 @@ class LoadedTables:
                 self.changes.attempts[key] = ("lost", attempt.claim_id, attempt.lease_until, data)
         return [claim for claim in self._claims(lapsed) if deadline(claim) <= self.now]
 
+    def is_running(self, rollout_id: str) -> bool:
+        attempts = self._loaded.attempts.values()
+        return any(each.rollout_id == rollout_id and each.status == "running" for each in attempts)
+
     def _claims(self, attempts: Iterable[Attempt]) -> list[Claim]:
         """Return the attempts of readable rollouts as claims."""
         rollouts = self._loaded.rollouts

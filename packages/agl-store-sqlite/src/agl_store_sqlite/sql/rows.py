@@ -49,12 +49,8 @@ def read_rollout(row: Row) -> Rollout:
             raise ValueError(f"it has the id {rollout.rollout_id[:80]!a} and the status {status!r}")
     except DAMAGE as error:
         note_damage(f"rollout {rollout_id!r}", str(error))
-        raise NotFoundError(
-            "rollout",
-            rollout_id,
-            f"its record cannot be read ({error}); agl runs rm removes it, and --resume runs it again",
-            is_damaged=True,
-        ) from error
+        hint = "agl runs rm removes it, and --resume runs it again"
+        raise NotFoundError("rollout", rollout_id, hint, is_damaged=True) from error
     force_setattr(rollout, "status", status)
     force_setattr(rollout, "attempts", attempts)
     force_setattr(rollout, "failures", failures)

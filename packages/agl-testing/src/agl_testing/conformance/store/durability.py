@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, Store, Trained, VersionScore
-from agl.errors import FencedError, NotFoundError, SchemaVersionError, StoreError
+from agl.errors import ConflictError, FencedError, NotFoundError, SchemaVersionError, StoreError
 from agl.schemas import PromptTemplate, ResourceVersion, Rollout, encode
 from agl_testing.conformance._base import require, run
 from agl_testing.conformance.store.case import opened
@@ -232,6 +232,22 @@ class DurabilityTests:
                     assert 1 == await store.count_rollouts(query)
                 assert [] == await store.rollouts(RolloutQuery(group_id="g"))
                 assert "queued" == (await store.enqueue([Rollout(rollout_id=damaged[0], task=1)]))[0].status
+
+        run(body())
+
+    def test_damaged_rollout_that_runs_is_not_removed(self, location: StoreLocation) -> None:
+        require(self.can_be_damaged, "can_be_damaged", "store")
+
+        async def body() -> None:
+            async with opened(location) as store:
+                claim, ended = await start_one(store), await start_one(store)
+                await store.finish([outcome_of(ended)])
+                for each in (claim, ended):
+                    self.damage(location, each.rollout.rollout_id, 0, UNREADABLE[0])
+                ids = [claim.rollout.rollout_id, ended.rollout.rollout_id]
+                with pytest.raises(ConflictError, match=ids[0]):
+                    await store.delete([ids[1], ids[0]])
+                assert 1 == await store.delete([ids[1]])
 
         run(body())
 
