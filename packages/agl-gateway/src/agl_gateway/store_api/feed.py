@@ -45,12 +45,8 @@ class Feed:
             except Exception as error:  # noqa: BLE001  # any store's code; the gateway works without the feed
                 changes = None
                 if not is_failing:
-                    is_plain = isinstance(error, StoreError)
-                    _log.warning(
-                        "the store's change feed failed; trying again: %s",
-                        error,
-                        exc_info=None if is_plain else error,
-                    )
+                    is_defect = not isinstance(error, StoreError)
+                    _log.warning("the store's change feed failed; trying again: %s", error, exc_info=is_defect)
                 self.on_gap()
                 self.failure = await self._unless_store_answers(str(error) or type(error).__name__)
             finally:
