@@ -77,8 +77,8 @@ def test_transaction_that_met_another_one_is_repeated_on_what_is_there_by_then(
         (claim,) = await store.claim(worker="w")
         call = make_call(range(50), range(5))
 
-        def meeting(server, base, needs, *, held):
-            loaded = begin(server, base, needs, held=held)
+        def meeting(server, base, needs, **options):
+            loaded = begin(server, base, needs, **options)
             if meetings:
                 asyncio.run_coroutine_threadsafe(meetings.pop()(), loop).result(60)
             return loaded
