@@ -1,8 +1,9 @@
+from typing import Literal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl.episodes._agreement import Verdict
 from agl.episodes._scores import ScoreOptions, episode_reward
 from agl.episodes._transitions import EpisodeOptions, build_episode
 from agl.errors import ConfigError
@@ -355,7 +356,7 @@ CHAT = {"gen_ai.operation.name": "chat", "agl.client": "grpc.ChatThing"}
     ids=["drop", "accept", "foreign"],
 )
 def test_calls_of_an_attempt_train_unless_others_bypassed_the_gateway(
-    verdict: Verdict, attributes: dict[str, str], expected: list[str]
+    verdict: Literal["drop", "accept"], attributes: dict[str, str], expected: list[str]
 ) -> None:
     missed = plain_span("missed", start=50, end=60, attributes={**CHAT, **attributes})
     spans = [agent_span("a"), call_span(1, parent="a"), missed]
@@ -367,7 +368,7 @@ def test_calls_of_an_attempt_train_unless_others_bypassed_the_gateway(
 
 @pytest.mark.parametrize(("verdict", "expected"), [("drop", ["unattributed"] * 2), ("accept", ["", ""])])
 def test_calls_of_an_attempt_train_unless_some_are_outside_the_frameworks_spans(
-    verdict: Verdict, expected: list[str]
+    verdict: Literal["drop", "accept"], expected: list[str]
 ) -> None:
     spans = [
         plain_span("chat", attributes=CHAT, start=1, end=2),

@@ -49,7 +49,7 @@ def is_answered(call: ModelCall) -> bool:
 
 
 def final_text(spans: Sequence[Span]) -> str:
-    """The text of the last complete model answer that has text, ``""`` if there is none; late calls are ignored."""
+    """The text of the last complete model answer; ``""`` if no answer has text. Late calls are ignored."""
     for span in reversed(chronological(spans).spans):
         if span.call is None or span.is_late or not is_answered(span.call):
             continue
