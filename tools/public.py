@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PUBLIC: dict[str, tuple[str, ...]] = {
     "agl-core": (
         "agl",
+        "agl.acceptance",
         "agl.algorithms",
         "agl.contracts",
         "agl.dialects",

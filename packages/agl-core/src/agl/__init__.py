@@ -1,9 +1,10 @@
 """agl: train agents from their own runs.
 
 This module has the names that authors of agents and plugins use most. The others are in :mod:`agl.schemas`,
-:mod:`agl.contracts`, :mod:`agl.errors`, :mod:`agl.hints`, :mod:`agl.algorithms`, :mod:`agl.tracing`, :mod:`agl.stores`,
-:mod:`agl.dialects`, :mod:`agl.episodes`, :mod:`agl.semconv` and :mod:`agl.urls`. ``import agl`` is cheap: each name is
-imported on first use, so a program that only emits rewards never loads a store.
+:mod:`agl.acceptance`, :mod:`agl.contracts`, :mod:`agl.errors`, :mod:`agl.hints`, :mod:`agl.algorithms`,
+:mod:`agl.tracing`, :mod:`agl.stores`, :mod:`agl.dialects`, :mod:`agl.episodes`, :mod:`agl.semconv` and
+:mod:`agl.urls`. ``import agl`` is cheap: each name is imported on first use, so a program that only emits rewards never
+loads a store.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from agl._agents import LitAgent, agent
     from agl._hookspecs import hookimpl
     from agl._plugins import PluginManager
+    from agl.acceptance import Gate
     from agl.algorithms import APO, DPO, GEPA, GRPO, PPO, SFT, VERL
     from agl.contracts import (
         Algorithm,
@@ -62,6 +64,7 @@ __all__ = [
     "ConfigError",
     "CreditEntry",
     "Episode",
+    "Gate",
     "LitAgent",
     "PluginManager",
     "PolicyEntry",
@@ -98,6 +101,7 @@ _get = lazy_names(
         "agl._entries": _ENTRIES,
         "agl._hookspecs": ("hookimpl",),
         "agl._plugins": ("PluginManager",),
+        "agl.acceptance": ("Gate",),
         "agl.algorithms": ("APO", "DPO", "GEPA", "GRPO", "PPO", "SFT", "VERL"),
         "agl.contracts": ("Algorithm", "AlgorithmContext", "RewardEmitter", "StepReport", "Store", "Tracer"),
         "agl.errors": ("AglError", "ConfigError"),
