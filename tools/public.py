@@ -48,6 +48,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.keys",
         "agl_inspect.ownership",
         "agl_inspect.records.labels",
+        "agl_inspect.records.learning",
         "agl_inspect.records.metrics",
         "agl_inspect.records.names",
         "agl_inspect.records.shelf",
