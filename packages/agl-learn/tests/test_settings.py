@@ -16,5 +16,5 @@ def test_learner_of_reads_the_table() -> None:
 
 
 def test_learner_of_names_the_wrong_key() -> None:
-    with pytest.raises(ConfigError, match="learn.support"):
+    with pytest.raises(ConfigError, match=r"learn\.support"):
         learner_of(ExperimentConfig(experiment=SECTION, learn={"support": {"tunes": ["prompt"], "evry": 3}}))
