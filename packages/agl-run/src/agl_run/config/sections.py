@@ -244,6 +244,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
         retention: Which old rollouts the run removes after its end.
         tracers: Names of the tracers to use; ``otel``, ``wire`` and ``unrecorded`` are always on.
         plugins: ``{ disabled = ["name"] }``.
+        learn: Settings of ``agl learn`` by name; other commands ignore them.
     """
 
     experiment: ExperimentSection
@@ -259,6 +260,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
     retention: RetentionConfig = RetentionConfig()
     tracers: tuple[str, ...] = ()
     plugins: dict[Literal["disabled"], tuple[str, ...]] = {}
+    learn: dict[str, Json] = {}
 
 
 def policy(
