@@ -113,6 +113,6 @@ def test_words_say_how_strong_the_evidence_is_and_how_much_is_missing() -> None:
 
     assert few.words.startswith("cannot be told apart, evidence 3.7 to 1 for the new version, 40 to 1 needed: ")
     assert few.words.endswith(" 4 and 4 rollouts; about 8 rollouts of each would do")
-    assert many.words.startswith("better, evidence 116 to 1: difference +1.0000 [")
-    assert compare([1.0] * 10, [0.0] * 10).words.startswith("worse, evidence 116 to 1: difference -1.0000 [")
+    assert many.words.startswith("better, evidence 77 to 1: difference +1.0000 [")
+    assert compare([1.0] * 10, [0.0] * 10).words.startswith("worse, evidence 77 to 1: difference -1.0000 [")
     assert same.words.endswith("paired by 2 tasks, 2 and 2 rollouts; more of the same would not do")
