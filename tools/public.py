@@ -46,6 +46,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.forecast.queueing",
         "agl_inspect.forecast.silence",
         "agl_inspect.keys",
+        "agl_inspect.learning",
         "agl_inspect.ownership",
         "agl_inspect.records.labels",
         "agl_inspect.records.learning",

@@ -1,6 +1,6 @@
 """The parts around a learner: the traffic that it reads, the algorithms that propose, and the replays that compare."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Protocol
 
 from agl.schemas import Json, Record
@@ -14,6 +14,7 @@ class Conversation(Record, frozen=True, kw_only=True, omit_defaults=False):
         rollout_id: The rollout that records it.
         user: The user's name; ``""`` if the client sent none.
         started_at: Unix seconds.
+        salt: The salt of the split that placed it, which is the candidate's id; ``""`` without one.
         arm: The label of its arm; ``""`` if no split placed it.
         share: The share of that arm when it began; 1 without a split.
         versions: The pinned version of each resource.
@@ -31,6 +32,7 @@ class Conversation(Record, frozen=True, kw_only=True, omit_defaults=False):
     rollout_id: str
     user: str = ""
     started_at: float = 0.0
+    salt: str = ""
     arm: str = ""
     share: float = 1.0
     versions: dict[str, str] = {}
@@ -78,8 +80,11 @@ class Proposer(Protocol):
         """
         ...
 
-    async def refusal(self, proposal: Proposal, *, live: Mapping[str, str]) -> str:
-        """Return why a proposal may not be tried, such as a lost placeholder; ``""`` if it may."""
+    async def refusal(self, proposal: Proposal, *, live: Mapping[str, str], held_out: Sequence[Conversation]) -> str:
+        """Return why a proposal may not be tried, such as a lost placeholder; ``""`` if it may.
+
+        A text may not quote held-out conversations, on which it would look better than it is.
+        """
         ...
 
 
@@ -87,10 +92,12 @@ class Replayer(Protocol):
     """Runs old and new versions on recorded conversations."""
 
     def pairs(
-        self, candidate: LearningCandidate, held_out: Sequence[Conversation], *, start: int
+        self, candidate: LearningCandidate, held_out: Sequence[Conversation], *, done: Collection[str]
     ) -> AsyncIterator[ReplayPair]:
-        """Yield the pairs of the held-out conversations and then of the regression tasks, in order, from ``start`` on.
+        """Yield the pairs of the held-out conversations, in their order, and then of the regression tasks.
 
-        A pair that ran before, also in a process that was killed, does not run again.
+        A regression task's pair has the kind ``regression``, and its unit names the task. Units in ``done`` were
+        yielded before and are left out. What ran before, also in a process that was killed, does not run again: the
+        ids of the rollouts follow from the candidate and the conversation.
         """
         ...

@@ -196,14 +196,12 @@ class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         differing: Resources in which the arms differ; if empty, there is nothing to compare.
-        against: The comparison with the baseline, by label; ``None`` while an arm has fewer than two rewards.
-        confidence: Confidence of all intervals.
+        against: The comparison with the baseline, by label; ``None`` while an arm has no reward.
     """
 
     arms: list[ArmReport]
     differing: list[str]
     against: dict[str, Comparison | None]
-    confidence: float
 
 
 async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[str, Sample]:
@@ -222,18 +220,15 @@ async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[s
     return found
 
 
-async def split_report(
-    store: Store, pins: Pins, *, experiment: str | None = None, confidence: float = 0.95
-) -> SplitReport:
+async def split_report(store: Store, pins: Pins, *, experiment: str | None = None, error: float = 0.05) -> SplitReport:
     """Report the rewards of the arms with the versions in ``pins``, the baseline first."""
     found = await samples(store, pins, experiment=experiment)
     between = _restricted(pins, decided(pins))
     baseline, *others = pins
     return SplitReport(
-        arms=[found[label].report(label, between[label], confidence=confidence) for label in pins],
+        arms=[found[label].report(label, between[label]) for label in pins],
         differing=decided(pins),
-        against={label: _compared(found[baseline].rewards, found[label].rewards, confidence) for label in others},
-        confidence=confidence,
+        against={label: _compared(found[baseline].rewards, found[label].rewards, error) for label in others},
     )
 
 
@@ -251,5 +246,5 @@ def _restricted(pins: Pins, names: Sequence[str]) -> Pins:
     return {label: {name: own[name] for name in names} for label, own in pins.items()}
 
 
-def _compared(old: Sequence[float], new: Sequence[float], confidence: float) -> Comparison | None:
-    return compare(old, new, confidence=confidence) if min(len(old), len(new)) > 1 else None
+def _compared(old: Sequence[float], new: Sequence[float], error: float) -> Comparison | None:
+    return compare(old, new, error=error) if old and new else None

@@ -27,12 +27,30 @@ class Move(Record, frozen=True, kw_only=True, omit_defaults=False):
         at: Unix seconds.
         share: The share of the traffic that gets the candidate from then on.
         reason: The reason, with the evidence, as text.
+        first: The number of units that were counted before.
     """
 
     stage: Stage
     at: float
     share: float
     reason: str
+    first: int = 0
+
+
+class GateRules(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The settings that decide about a candidate, as they were when it was proposed.
+
+    Attributes:
+        error: The largest probability that the learner ever promotes a candidate that is no better.
+        gain: The gain in reward that a replay has to prove.
+        tasks: The most conversations of a replay.
+        guard: The guards of the canary.
+    """
+
+    error: float = 0.05
+    gain: float = 0.0
+    tasks: int = 200
+    guard: tuple[str, ...] = ()
 
 
 class LearningCandidate(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -47,6 +65,7 @@ class LearningCandidate(Record, frozen=True, kw_only=True, omit_defaults=False):
         conversations: The number of conversations whose feedback the algorithm learned from.
         limits: For each guard of the canary, the number that an answer may reach; see :class:`ServedUnit`.
         moves: Its stages so far, oldest first.
+        rules: The settings that decide about it.
     """
 
     id: str
@@ -57,6 +76,7 @@ class LearningCandidate(Record, frozen=True, kw_only=True, omit_defaults=False):
     conversations: int
     created_at: float
     moves: list[Move]
+    rules: GateRules
     limits: dict[str, float] = {}
 
     @property
@@ -116,14 +136,16 @@ class Decision(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         id: ``c3-replay``, ``c3-canary``, ``c3-guard-latency`` and so on.
-        gate: The part after the candidate's id, which says what was compared.
+        stage: The stage in which it was made.
+        gate: The name of the gate, which says what was compared.
         verdict: The gate's verdict.
         evidence: The odds that the new versions are better.
         evidence_of_harm: The odds that they are worse.
         error: The gate's error.
         gain: The gain that was asked for.
-        count: The number of observations, counted from the first one of the stage.
-        first: The number of the stage's first observation.
+        first: The number of the stage's first observation, counted from 0.
+        end: The number of observations at the time of the decision.
+        count: The number of observations that the gate used.
         mean: The estimated gain.
         lower: Its lower bound.
         upper: Its upper bound.
@@ -132,6 +154,7 @@ class Decision(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     id: str
     candidate: str
+    stage: Stage
     gate: str
     verdict: str
     evidence: float
@@ -139,6 +162,7 @@ class Decision(Record, frozen=True, kw_only=True, omit_defaults=False):
     error: float
     gain: float
     first: int
+    end: int
     count: int
     mean: float
     lower: float
@@ -161,6 +185,7 @@ class LearnerState(Record, frozen=True, kw_only=True, omit_defaults=False):
         rounds: The number of training rounds so far.
         rated: The number of conversations with a reward so far.
         learned: ``rated`` at the last training round.
+        is_learning: Whether that round has not ended.
         switched_at: When the served versions last changed, in Unix seconds.
         excluded: Users whose feedback does not count, with the reason.
     """
@@ -175,6 +200,7 @@ class LearnerState(Record, frozen=True, kw_only=True, omit_defaults=False):
     rounds: int = 0
     rated: int = 0
     learned: int = 0
+    is_learning: bool = False
     switched_at: float = 0.0
     excluded: dict[str, str] = {}
 
