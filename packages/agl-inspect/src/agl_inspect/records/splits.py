@@ -103,10 +103,10 @@ class Sample:
         else:
             self.unrewarded += 1
 
-    def report(self, label: str, versions: dict[str, str], *, confidence: float = 0.95) -> ArmReport:
+    def report(self, label: str, versions: dict[str, str]) -> ArmReport:
         """Return the report of this arm, with its label and its versions."""
         count = len(self.rewards)
-        low, high = interval(self.rewards, confidence=confidence) if count > 1 else (None, None)
+        low, high = interval(self.rewards) if count > 1 else (None, None)
         return ArmReport(
             label=label,
             versions=versions,
