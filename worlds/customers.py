@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
 
+import msgspec
+
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl.stores import MemoryStore
 from agl_inspect.records.learning import LearningCandidate, ReplayPair
 from agl_learn.contracts import Conversation, Proposal
 from agl_learn.learner import Learner, Parts
-from agl_learn.settings import CanarySettings, GateSettings, LearnSettings, ReplaySettings
+from agl_run import LearnSettings
 
 PROMPT = "prompt"
 
@@ -177,7 +179,7 @@ class SimulatedProposer:
         """Return the world's proposal."""
         return await self._customers.propose_version(train)
 
-    async def refusal(self, proposal: Proposal, *, live: Mapping[str, str]) -> str:
+    async def refusal(self, proposal: Proposal, *, live: Mapping[str, str], held_out: Sequence[Conversation]) -> str:
         """Refuse nothing."""
         return ""
 
@@ -193,6 +195,7 @@ def settings(
     approve: Literal["auto", "person"] = "auto",
 ) -> LearnSettings:
     """Return a learner's settings for a simulation."""
-    canary = CanarySettings(share=share, units=units, guard=())
-    gate = GateSettings(replay=ReplaySettings(tasks=tasks), canary=canary, error=error, approve=approve)
-    return LearnSettings(tunes=(PROMPT,), every=every, unit=unit, gate=gate)
+    canary = {"share": share, "units": units, "guard": ()}
+    gate = {"replay": {"tasks": tasks}, "canary": canary, "error": error, "approve": approve}
+    given = {"tunes": (PROMPT,), "every": every, "unit": unit, "gate": gate}
+    return msgspec.convert(given, LearnSettings)

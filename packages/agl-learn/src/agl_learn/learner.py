@@ -47,7 +47,7 @@ from agl_inspect.records.learning import (
 from agl_inspect.records.splits import SERVED, Pins, ServedSplit
 from agl_learn.contracts import Conversation, Proposal, Proposer, Replayer, Traffic
 from agl_learn.fall import FallDetector
-from agl_learn.settings import LearnSettings
+from agl_run import LearnSettings
 
 CANDIDATE = "candidate"
 HOLDBACK = "holdback"
@@ -391,9 +391,10 @@ class Learner:
         proposals, self._proposals = self._proposals or [], None
         live = self.split.versions[self._settings.label]
         self._set(replace(self.state, is_learning=False))
+        held_out = [each for each in await self._history() if self._is_held_out(each)] if proposals else []
         for proposal in proposals:
             self._tried.append(proposal.versions)
-            reason = await self._parts.proposer.refusal(proposal, live=live)
+            reason = await self._parts.proposer.refusal(proposal, live=live, held_out=held_out)
             if not reason:
                 self._begin(proposal, live)
                 break
