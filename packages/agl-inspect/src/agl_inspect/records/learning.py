@@ -7,7 +7,7 @@ learner's name in its file.
 from typing import Literal
 
 from agl.contracts import Store
-from agl.schemas import Record
+from agl.schemas import Json, Record
 from agl_inspect.records.shelf import Shelf
 
 Stage = Literal["replay", "approval", "canary", "watch", "suspicion", "accepted", "refused", "withdrawn", "rolled back"]
@@ -106,6 +106,31 @@ class ReplayPair(Record, frozen=True, kw_only=True, omit_defaults=False):
     new: float
     control: float | None = None
     rollouts: list[str] = []
+
+
+class ReplayTask(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A held-out conversation, or a regression task, that a candidate runs in its replay.
+
+    Attributes:
+        unit: The user, or the conversation if the user is unknown.
+        kind: The kind of the task.
+    """
+
+    unit: str
+    kind: str
+    task: Json
+
+
+class LearningRound(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The tasks of a round of training, which an interrupted round continues with.
+
+    Attributes:
+        train: The training tasks.
+        val: The validation tasks.
+    """
+
+    train: list[Json]
+    val: list[Json]
 
 
 class ServedUnit(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -227,6 +252,8 @@ class LearningRecords:
         control: The wishes of people; a single record.
         candidates: Candidates by id.
         decisions: Decisions by id.
+        rounds: Rounds of training, by :func:`entry_name`.
+        replays: The tasks of each candidate's replay, by the candidate's id.
     """
 
     def __init__(self, name: str) -> None:
@@ -236,6 +263,8 @@ class LearningRecords:
         self.control = Shelf(LearnerControl, f"{base}control/")
         self.candidates = Shelf(LearningCandidate, f"{base}candidates/")
         self.decisions = Shelf(Decision, f"{base}decisions/")
+        self.rounds = Shelf(LearningRound, f"{base}rounds/")
+        self.replays = Shelf(list[ReplayTask], f"{base}replays/")
         self._base = base
 
     def pairs(self, candidate: str) -> Shelf[ReplayPair]:
