@@ -145,21 +145,10 @@ def test_judges_give_an_optimiser_scores_without_words() -> None:
     } == without_words(component("composite", parts={"a": judge, "b": sql})).params
 
 
-def test_round_reads_the_newest_conversations_and_as_many_of_all_older_ones() -> None:
-    talks = [conversation(number) for number in range(100)]
-
-    tasks = round_tasks(talks, memory=20, seed=1)
-    numbers = {int(task["question"].split()[-1][:-1]) for task in (*tasks.train, *tasks.val)}
-
-    assert 20 == len(numbers)
-    assert set(range(90, 100)) <= numbers
-    assert min(numbers) < 60
-
-
 def test_tasks_of_one_user_are_either_for_training_or_for_validation() -> None:
     talks = [conversation(number, user=f"u{number % 7}") for number in range(50)]
 
-    tasks = round_tasks(talks, memory=100, seed=1)
+    tasks = round_tasks(talks, by="user")
     user = {each.task["question"]: each.user for each in talks}
     train, val = ({user[task["question"]] for task in part} for part in (tasks.train, tasks.val))
 
@@ -167,6 +156,12 @@ def test_tasks_of_one_user_are_either_for_training_or_for_validation() -> None:
 
 
 def test_single_user_serves_for_training_and_validation() -> None:
-    tasks = round_tasks([conversation(number, user="ann") for number in range(3)], memory=10, seed=1)
+    tasks = round_tasks([conversation(number, user="ann") for number in range(3)], by="user")
 
     assert (3, tasks.train) == (len(tasks.train), tasks.val)
+
+
+def test_conversations_of_one_user_are_apart_if_conversations_are_the_units() -> None:
+    tasks = round_tasks([conversation(number, user="ann") for number in range(6)], by="conversation")
+
+    assert (4, 2) == (len(tasks.train), len(tasks.val))

@@ -14,13 +14,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -99,7 +98,7 @@ class TrainerProposer:
         shelf, store = self._file.records.rounds, self._file.store
         if known := await shelf.get(store, entry_name(number)):
             return known
-        tasks = round_tasks(train, memory=self._file.settings.memory, seed=number)
+        tasks = round_tasks(train, by=self._file.settings.unit)
         record = ExperimentRecord(name=name, live=dict(live))
         await store.save_state(shelf.states({entry_name(number): tasks}), experiment=record)
         return tasks
@@ -167,19 +166,15 @@ class TrainerProposer:
         return ""
 
 
-def round_tasks(conversations: Sequence[Conversation], *, memory: int, seed: int) -> LearningRound:
-    """Choose the tasks of a round: the newest conversations, and as many drawn from all older ones.
+def round_tasks(conversations: Sequence[Conversation], *, by: Literal["user", "conversation"]) -> LearningRound:
+    """Split conversations into tasks for training and validation; those of one unit stay together.
 
-    Every third unit (a user, or a conversation without one) is for validation; a single unit serves for both.
+    Every third unit is for validation; a single unit serves for both.
     """
-    newest = sorted(conversations, key=lambda each: each.started_at, reverse=True)
-    half = memory // 2
-    older = newest[half:]
-    chosen = newest[:half] + random.Random(seed).sample(older, min(half, len(older)))
-    units = list(dict.fromkeys(each.user or each.rollout_id for each in chosen))
+    units = list(dict.fromkeys(each.unit(by) for each in conversations))
     kept = set(units[1::3])
-    train = [each.task for each in chosen if (each.user or each.rollout_id) not in kept]
-    val = [each.task for each in chosen if (each.user or each.rollout_id) in kept]
+    train = [each.task for each in conversations if each.unit(by) not in kept]
+    val = [each.task for each in conversations if each.unit(by) in kept]
     return LearningRound(train=train, val=val or train)
 
 

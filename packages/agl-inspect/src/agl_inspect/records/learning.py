@@ -108,19 +108,6 @@ class ReplayPair(Record, frozen=True, kw_only=True, omit_defaults=False):
     rollouts: list[str] = []
 
 
-class ReplayTask(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A held-out conversation, or a regression task, that a candidate runs in its replay.
-
-    Attributes:
-        unit: The user, or the conversation if the user is unknown.
-        kind: The kind of the task.
-    """
-
-    unit: str
-    kind: str
-    task: Json
-
-
 class LearningRound(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The tasks of a round of training, which an interrupted round continues with.
 
@@ -258,7 +245,6 @@ class LearningRecords:
         candidates: Candidates by id.
         decisions: Decisions by id.
         rounds: Rounds of training, by :func:`entry_name`.
-        replays: The tasks of each candidate's replay, by the candidate's id.
     """
 
     def __init__(self, name: str) -> None:
@@ -269,7 +255,6 @@ class LearningRecords:
         self.candidates = Shelf(LearningCandidate, f"{base}candidates/")
         self.decisions = Shelf(Decision, f"{base}decisions/")
         self.rounds = Shelf(LearningRound, f"{base}rounds/")
-        self.replays = Shelf(list[ReplayTask], f"{base}replays/")
         self._base = base
 
     def pairs(self, candidate: str) -> Shelf[ReplayPair]:
