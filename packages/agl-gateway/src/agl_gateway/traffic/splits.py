@@ -198,14 +198,12 @@ class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         differing: Resources in which the arms differ; if empty, there is nothing to compare.
-        against: The comparison with the baseline, by label; ``None`` while an arm has fewer than two rewards.
-        confidence: Confidence of all intervals.
+        against: The comparison with the baseline, by label; ``None`` while an arm has no reward.
     """
 
     arms: list[ArmReport]
     differing: list[str]
     against: dict[str, Comparison | None]
-    confidence: float
 
 
 async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[str, Sample]:
@@ -225,7 +223,7 @@ async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[s
 
 
 async def split_report(
-    store: Store, labels: Sequence[str], *, experiment: str | None = None, confidence: float = 0.95
+    store: Store, labels: Sequence[str], *, experiment: str | None = None, error: float = 0.05
 ) -> SplitReport:
     """Report the rewards of the arms that ``labels`` name, the baseline first."""
     pins = await pins_of(store, labels)
@@ -233,10 +231,9 @@ async def split_report(
     between = _restricted(pins, differing(pins))
     baseline, *others = labels
     return SplitReport(
-        arms=[found[label].report(label, between[label], confidence=confidence) for label in labels],
+        arms=[found[label].report(label, between[label]) for label in labels],
         differing=differing(pins),
-        against={label: _compared(found[baseline].rewards, found[label].rewards, confidence) for label in others},
-        confidence=confidence,
+        against={label: _compared(found[baseline].rewards, found[label].rewards, error) for label in others},
     )
 
 
@@ -254,5 +251,5 @@ def _restricted(pins: Pins, names: Sequence[str]) -> Pins:
     return {label: {name: own[name] for name in names} for label, own in pins.items()}
 
 
-def _compared(old: Sequence[float], new: Sequence[float], confidence: float) -> Comparison | None:
-    return compare(old, new, confidence=confidence) if min(len(old), len(new)) > 1 else None
+def _compared(old: Sequence[float], new: Sequence[float], error: float) -> Comparison | None:
+    return compare(old, new, error=error) if old and new else None

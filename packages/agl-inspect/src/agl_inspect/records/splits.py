@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from agl.schemas import Record, Rollout
+from agl_inspect.records.shelf import Shelf
 from agl_inspect.statistics import interval
 
 KEY = "split"
@@ -35,6 +36,26 @@ def placement_of(rollout: Rollout) -> Placement | None:
         return None if found is None else msgspec.convert(found, Placement)
     except msgspec.ValidationError:
         return None  # foreign metadata under the same key
+
+
+class ServedSplit(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The split that all gateways serve, as `agl learn` saves it in the store.
+
+    Attributes:
+        shares: Each label's share of the traffic, the baseline first; one label with the share 1 serves all traffic.
+        versions: The versions of each arm, by label and resource.
+        salt: A text that is hashed with the unit's name, so that each candidate meets other users first.
+        by_user: Whether all conversations of one user get the same arm.
+    """
+
+    shares: dict[str, float]
+    versions: Pins
+    salt: str = ""
+    by_user: bool = True
+
+
+SERVED = Shelf(ServedSplit, "split/served/")
+"""The shelf of the split that gateways serve; a single record."""
 
 
 class ArmReport(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -82,10 +103,10 @@ class Sample:
         else:
             self.unrewarded += 1
 
-    def report(self, label: str, versions: dict[str, str], *, confidence: float = 0.95) -> ArmReport:
+    def report(self, label: str, versions: dict[str, str]) -> ArmReport:
         """Return the report of this arm, with its label and its versions."""
         count = len(self.rewards)
-        low, high = interval(self.rewards, confidence=confidence) if count > 1 else (None, None)
+        low, high = interval(self.rewards) if count > 1 else (None, None)
         return ArmReport(
             label=label,
             versions=versions,

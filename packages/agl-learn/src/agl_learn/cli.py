@@ -1,0 +1,8 @@
+"""``agl learn``."""
+
+import click
+
+
+@click.group()
+def learn() -> None:
+    """Learn from served conversations."""
