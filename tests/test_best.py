@@ -168,15 +168,15 @@ async def saved_state(store: Store) -> dict[str, Any]:
 
 
 def test_every_validated_version_keeps_its_score(fit: Callable[..., Any], tmp_path: Path) -> None:
-    fit("0.5", "0.9", "0.4")
+    fit("0.2", "0.9", "0.1")
 
     scores = look(tmp_path, lambda store: store.scores("prompt"))
 
     assert [
         ("kept-1-initial", 0.1),
-        ("kept-1-scripted-1", 0.5),
+        ("kept-1-scripted-1", 0.2),
         ("kept-1-scripted-2", 0.9),
-        ("kept-1-scripted-3", 0.4),
+        ("kept-1-scripted-3", 0.1),
     ] == [(score.version, pytest.approx(score.mean)) for score in scores]
     assert {("validation", TASKS)} == {(score.how, score.n) for score in scores}
     assert all(score.low < score.mean < score.high for score in scores)
@@ -208,6 +208,16 @@ def test_fresh_rollouts_decide_between_versions_that_are_close(fit: Callable[...
     ]
     [said] = progress.about("fresh rollouts decide")
     assert said.startswith("validation rewards that are close to each other: 0.800 after step 1, 0.750 after step 2,")
+
+
+def test_last_version_takes_part_in_the_fresh_measurement_unless_it_has_fallen(fit: Callable[..., Any]) -> None:
+    progress = Lines()
+    result = fit("0.85/0.40", "0.80/0.50", "0.75/0.60", "0.70/0.70", progress=progress)
+
+    assert ({"prompt": "kept-1-scripted-4"}, 0.7, None) == (result.resources, result.after, result.kept_step)
+    assert ["after step 1: 0.400", "after step 2: 0.500", "after step 4: 0.700"] == [
+        line.removeprefix("fresh rollouts of the versions ") for line in progress.about("fresh rollouts of")
+    ]
 
 
 def test_best_last_version_costs_no_further_rollouts(fit: Callable[..., Any], tmp_path: Path) -> None:
