@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from agl.contracts import Store
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl.stores import MemoryStore
 from agl_inspect.records.learning import LearningCandidate, ReplayPair
@@ -51,13 +52,13 @@ class Customers:
     seed: int = 0
     lag: int = 0
     contradicting: Callable[[Sequence[Conversation]], Mapping[str, str]] = lambda _: {}
+    store: Store = field(default_factory=MemoryStore)
     past: list[Conversation] = field(default_factory=list[Conversation])
     truth: list[float] = field(default_factory=list[float])
     said: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
-        self.store = MemoryStore()
         self.now = 0.0
         self._published: set[str] = set()
 

@@ -20,9 +20,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agl.acceptance import Gate
+from agl.acceptance import Gate, odds_text
 from agl.contracts import Store
 from agl.errors import AglError, StoreError
+from agl.hints import count_of
 from agl_inspect.learning import (
     add_pair,
     add_unit,
@@ -256,7 +257,7 @@ class Learner:
             return
         higher = [share for share in shares if share > way.candidate.share]
         if higher:
-            self._enter(way, "canary", share=higher[0], reason=f"no harm so far: {gate.words}")
+            self._enter(way, "canary", share=higher[0], reason=f"no harm so far: {_harm_words(gate)}")
         else:
             self._promote(way)
 
@@ -264,7 +265,7 @@ class Learner:
         holdback, gate = self._settings.gate.holdback, way.gates["canary"]
         self._decide(way, "canary")
         self._set(replace(self.state, current="", watched=way.candidate.id))
-        reason = f"promoted, no harm in the canary: {gate.words}"
+        reason = f"promoted, no harm in the canary: {_harm_words(gate)}"
         if holdback:
             self._enter(way, "watch", share=1 - holdback, reason=reason)
         else:
@@ -465,7 +466,7 @@ class Learner:
         elif self._settings.gate.approve == "person":
             self._enter(way, "approval", share=0.0, reason=f"waits for: agl learn approve {way.candidate.id}")
         else:
-            await self._begin_canary(way, reason or f"better in the replay: {gate.words}")
+            await self._begin_canary(way, reason or f"in the replay {gate.words}")
         await self._save()
 
     async def _begin_canary(self, way: "_Way", reason: str) -> None:
@@ -674,6 +675,10 @@ def _harm_in(gates: Mapping[str, Gate]) -> str:
         return f"two runs of the versions before differ, so rewards cannot be compared: {gates['control'].words}"
     worse = (name for name, gate in gates.items() if name not in ("replay", "control") and gate.verdict == "worse")
     return next((f"{_title(name)}: {gates[name].words}" for name in worse), "")
+
+
+def _harm_words(gate: Gate) -> str:
+    return f"{odds_text(gate.evidence_of_harm)} for harm after {count_of(gate.count, 'unit')}"
 
 
 def _doubt(gate: Gate) -> str:
