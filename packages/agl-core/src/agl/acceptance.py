@@ -145,7 +145,7 @@ class Gate:
             return None
         growth = max(self._better.growth(self.count), self._worse.growth(self.count))
         # A fifth of the bets grow about as fast as the best one, and the others lose their stake.
-        return math.ceil(math.log(5 / self.error) / growth) if growth > 0 else None
+        return math.ceil(math.log(5 / self.error) / growth) if growth > 1e-9 else None
 
     @property
     def words(self) -> str:
@@ -198,6 +198,8 @@ class Gate:
 
 def odds_text(odds: float) -> str:
     """Return odds as text, such as ``14 to 1``."""
+    if odds > 1e6:
+        return "over 1,000,000 to 1"
     return f"{odds:,.0f} to 1" if odds >= 10 else f"{odds:.2g} to 1"
 
 

@@ -80,8 +80,11 @@ class Proposer(Protocol):
         """
         ...
 
-    async def refusal(self, proposal: Proposal, *, live: Mapping[str, str]) -> str:
-        """Return why a proposal may not be tried, such as a lost placeholder; ``""`` if it may."""
+    async def refusal(self, proposal: Proposal, *, live: Mapping[str, str], held_out: Sequence[Conversation]) -> str:
+        """Return why a proposal may not be tried, such as a lost placeholder; ``""`` if it may.
+
+        A text may not quote held-out conversations, on which it would look better than it is.
+        """
         ...
 
 

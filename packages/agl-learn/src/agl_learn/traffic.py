@@ -20,8 +20,7 @@ from agl_inspect.terminal.query import CONVERSATIONS, COUNTED, PAGE, pages
 from agl_learn.contracts import Conversation
 from agl_learn.feedback.evidence import Evidence, evidence_of
 from agl_learn.feedback.rating import EXPLICIT, Feedback, record, said_of
-from agl_learn.settings import LearnSettings
-from agl_run import import_attribute
+from agl_run import LearnSettings, import_attribute
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from agl.errors import NotFoundError
 from agl.schemas import Episode, Record, Rollout
 from agl_inspect.records.names import FORKS
 from agl_inspect.rollouts.answers import answer_counts
-from agl_inspect.statistics import FEWEST_ALIKE, interval
+from agl_inspect.statistics import interval
 from agl_run import Progress
 from agl_run.engine import Plan, cancel_unfinished, read_finished, trial
 
@@ -66,6 +66,8 @@ async def read_ended(store: Store, rollouts: Sequence[Rollout]) -> list[Recordin
 
 
 CONFIDENCE = 0.95
+FEWEST_ALIKE = 6
+"""From this number of forks on, equal rewards count as significant: all on one side by chance has 2 / 2 ** 6 < 0.05."""
 
 
 class ForkedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):

@@ -3,13 +3,12 @@
 A failed rollout counts as 0, as in ``agl resources compare``; a successful rollout without a reward is left out.
 """
 
-import math
 import string
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist, fmean, variance
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -21,7 +20,7 @@ from agl.schemas import Episode, Json, Record, ResourceVersion, Rollout, Span, t
 from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, error_of
 from agl_inspect.rollouts.conversations import labelled_texts
 from agl_inspect.rollouts.explanations import tokens_of
-from agl_inspect.statistics import FEWEST_ALIKE, Comparison, compare_tasks, interval
+from agl_inspect.statistics import Comparison, compare_tasks, interval
 from agl_inspect.terminal.output import echo, print_table
 from agl_inspect.text import short
 from agl_inspect.versions import TrialScore
@@ -106,9 +105,6 @@ async def _published(driver: Driver, name: str, version: ResourceVersion | None)
 
 LISTED = 20
 """Largest number of tasks in the table without ``--full``."""
-
-_POWER = 0.8
-"""Probability that the proposed number of tasks shows a difference as large as the observed one."""
 
 
 class TriedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -253,7 +249,8 @@ def compare_pair(tasks: Sequence[TriedTask], mark: str, baseline: str) -> TriedP
         {str(task.number): scores for task in tasks if (scores := task.scores(each))} for each in (baseline, mark)
     ]
     comparison = compare_tasks(*samples)
-    verdict, needed = _verdict(comparison, differences)
+    verdict = "unclear" if comparison.verdict == "undecidable" else comparison.verdict
+    needed = comparison.needed if verdict == "unclear" else None
     words = f"{head}: {_words(comparison, verdict, needed, differences)}"
     return replace(pair, comparison=comparison, verdict=verdict, needed_tasks=needed, words=words)
 
@@ -361,25 +358,6 @@ def _candidate(mark: str, version: str, origin: str, tasks: Sequence[TriedTask])
         tokens=fmean(each.tokens for each in rollouts) if rollouts else None,
         seconds=fmean(each.seconds for each in rollouts) if rollouts else None,
     )
-
-
-def _verdict(
-    comparison: Comparison, differences: Sequence[float]
-) -> tuple[Literal["better", "worse", "unclear"], int | None]:
-    """Return the verdict and, if it is unclear, the number of tasks that would show a difference of this size."""
-    spread, difference = variance(differences), comparison.difference
-    if spread == 0:
-        is_clear = difference != 0 and len(differences) >= FEWEST_ALIKE
-        needed = None if is_clear or difference == 0 else FEWEST_ALIKE
-    else:
-        is_clear = comparison.low > 0 or comparison.high < 0
-        normal = NormalDist()
-        factor = (normal.inv_cdf(0.5 + comparison.confidence / 2) + normal.inv_cdf(_POWER)) ** 2
-        enough = max(len(differences) + 1, math.ceil(factor * spread / difference**2)) if difference else None
-        needed = None if is_clear else enough
-    if not is_clear:
-        return "unclear", needed
-    return ("better" if difference > 0 else "worse"), None
 
 
 def _words(comparison: Comparison, verdict: str, needed: int | None, differences: Sequence[float]) -> str:

@@ -1,8 +1,8 @@
-"""Compares the newest validations of runs: the difference of their rewards, with an interval.
+"""Compares the newest validations of runs by the gate: the difference of their rewards, with bounds.
 
-Runs that were validated on the same tasks are compared task by task, others by Welch's interval of the difference of
-their means over tasks. The newest validation is compared and not the best one, which is the luckiest of several. The
-intervals are not corrected for their number: of twenty equally good runs, about one differs from the first by chance.
+Runs that were validated on the same tasks are compared task by task, others in the order of their tasks. The newest
+validation is compared and not the best one, which is the luckiest of several. The error is not divided among the runs:
+of twenty equally good runs, about one differs from the first by chance.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from agl.contracts import ExperimentRecord, Store
 from agl.schemas import Record
 from agl_inspect.records.validations import Validation, read_validations
-from agl_inspect.statistics import FEWEST_ALIKE, compare, compare_tasks
+from agl_inspect.statistics import compare, compare_tasks
 
 Verdict = Literal["better", "worse", "unclear"]
 """The outcome of a comparison."""
@@ -88,8 +88,8 @@ def _difference(first: _Named, other: _Named) -> RunDifference:
     else:
         found = compare(old.rewards, new.rewards)
     difference, low, high = found.difference, found.low, found.high
-    is_clear = not low <= 0 <= high and (low < high or min(_count(first), _count(other)) >= FEWEST_ALIKE)
-    verdict: Verdict = "unclear" if not is_clear else "better" if difference > 0 else "worse"
+    is_clear = found.verdict != "undecidable"
+    verdict: Verdict = "unclear" if found.verdict == "undecidable" else found.verdict
     head = f"{run} is {verdict} than {baseline} by {abs(difference):.3g}"
     ends = (low, high) if difference > 0 or not is_clear else (-high, -low)
     if not is_clear:

@@ -16,7 +16,7 @@ from agl.schemas import Reward, Rollout, Span
 from agl.tracing import make_reward_span
 from agl_learn.feedback.evidence import Evidence
 from agl_learn.feedback.signals import BUILT_IN, Found, recorded, recorded_id, scaled
-from agl_learn.settings import SignalSettings
+from agl_run import SignalSettings
 from agl_run.engine import rewards_of
 
 _log = logging.getLogger(__name__)

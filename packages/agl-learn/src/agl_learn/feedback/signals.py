@@ -21,7 +21,7 @@ from agl.schemas import Reward, Span
 from agl_inspect.text import short
 from agl_learn.feedback.evidence import Evidence
 from agl_learn.feedback.words import has_phrase, is_same_question
-from agl_learn.settings import SignalSettings
+from agl_run import SignalSettings
 
 _NEAR = 5
 """With how many of the user's last questions a question is compared."""

@@ -199,7 +199,7 @@ def _print_change(change: RewardChange) -> None:
     if change.difference is not None:
         one = change.difference
         kind = "tasks" if change.tasks > 1 else "rollouts"
-        interval = ends(one.low, one.high, "+.4f", label=f", {one.confidence:.0%} interval")
+        interval = ends(one.low, one.high, "+.4f", label=", 95% interval")
         echo(f"difference {one.difference:+.4f}{interval}, paired by {one.paired_tasks} {kind}")
     if change.lost or change.gained:
         echo(f"{change.lost} of them lost their reward, and {change.gained} got their first")

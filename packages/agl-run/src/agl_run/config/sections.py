@@ -15,6 +15,7 @@ from agl.algorithms import AlgorithmConfig, ComponentConfig, PlacementConfig
 from agl.hints import check_value
 from agl.schemas import Json, JsonResource, PromptTemplate, Record
 from agl.stores import MAX_ATTEMPTS
+from agl_run.config.learning import LearnSettings
 
 EXAMPLES = {
     "agent": 'write "module:attribute", such as agent = "agent:solve", or a command as an array of words: '
@@ -260,7 +261,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
     retention: RetentionConfig = RetentionConfig()
     tracers: tuple[str, ...] = ()
     plugins: dict[Literal["disabled"], tuple[str, ...]] = {}
-    learn: dict[str, Json] = {}
+    learn: dict[str, LearnSettings] = {}
 
 
 def policy(
