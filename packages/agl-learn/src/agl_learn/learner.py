@@ -48,6 +48,7 @@ from agl_inspect.records.learning import (
 from agl_inspect.records.splits import SERVED, Pins, ServedSplit
 from agl_learn.contracts import Conversation, Proposal, Proposer, Replayer, Traffic
 from agl_learn.fall import FallDetector
+from agl_learn.users import limit_per_user
 from agl_run import LearnSettings
 
 CANDIDATE = "candidate"
@@ -493,13 +494,7 @@ class Learner:
         memory, per_user = self._settings.memory, self._settings.per_user
         recent = await self._parts.traffic.recent(now=self._parts.clock(), limit=4 * memory)
         recent = [each for each in recent if each.started_at >= self.state.changed_at]
-        seen: dict[str, int] = {}
-        kept: list[Conversation] = []
-        for each in recent:
-            unit = self._unit(each)
-            seen[unit] = seen.get(unit, 0) + 1
-            if seen[unit] <= per_user and each.user not in self.state.excluded:
-                kept.append(each)
+        kept = limit_per_user([each for each in recent if each.user not in self.state.excluded], per_user)
         newest, older = kept[: memory // 2], kept[memory // 2 :]
         step = max(1, -(-len(older) // (memory - memory // 2)))
         return [*newest, *older[::step]]
