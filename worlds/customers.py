@@ -99,7 +99,7 @@ class Customers:
         user = f"u{self.chance.randrange(self.users)}" if self.users else f"u{number}"
         kind = self.chance.choice(self.kinds)
         split = self.learner.split
-        point = int.from_bytes(blake2b(f"{split.salt}/{user}".encode(), digest_size=8).digest()) / 2**64
+        point = int.from_bytes(blake2b(f"{split.salt}/{self.seed}/{user}".encode(), digest_size=8).digest()) / 2**64
         arm = next(iter(split.shares))
         for label, share in split.shares.items():
             arm = label

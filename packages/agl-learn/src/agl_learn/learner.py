@@ -174,17 +174,16 @@ class Learner:
                 return
 
     def _count(self, conversation: Conversation) -> None:
-        state = replace(self.state, after=conversation.rollout_id, after_value=conversation.started_at)
-        state = replace(state, rated=state.rated + (conversation.reward is not None))
-        self._set(state)
+        rated = self.state.rated + (conversation.reward is not None)
+        self._set(replace(self.state, after=conversation.rollout_id, after_value=conversation.started_at, rated=rated))
         self._look_for_fall(conversation)
         way = self._ways.get(conversation.salt)
         if way is None or way.stage == "replay" or conversation.reward is None:
             return
         unit = self._unit(conversation)
-        if conversation.user in state.excluded or unit in way.counted:
+        if conversation.user in self.state.excluded or unit in way.counted:
             return
-        found = state.open.get(unit) or self._opened(unit, conversation, way.candidate)
+        found = self.state.open.get(unit) or self._opened(unit, conversation, way.candidate)
         if found.is_new != _serves(conversation, way.candidate.versions):
             return  # the unit changed its arm when the share grew, and only its first arm counts
         guards = {name: found.guards.get(name, 0.0) + value for name, value in way.guards(conversation).items()}
@@ -194,17 +193,23 @@ class Learner:
             guards=guards,
             rollouts=[*found.rollouts, conversation.rollout_id],
         )
-        self._set(replace(state, open={**state.open, unit: added}))
+        self._set(replace(self.state, open={**self.state.open, unit: added}))
 
     def _look_for_fall(self, conversation: Conversation) -> None:
         """Notice that the rewards of the served versions have fallen."""
         served = self.split.versions[self._settings.label]
-        if conversation.reward is None or self._fall.has_fallen or not _serves(conversation, served):
+        if conversation.reward is None or not _serves(conversation, served):
             return
         self._fall.add(conversation.reward, at=conversation.started_at)
-        if self._fall.has_fallen:
-            self._set(replace(self.state, changed_at=self._fall.since))
-            self._parts.say("the rewards of the served versions have fallen")
+        if not self._fall.has_fallen:
+            return
+        self._set(replace(self.state, changed_at=self._fall.since))
+        self._fall = FallDetector()
+        self._parts.say("the rewards of the served versions have fallen")
+        way = self._ways.get(self.state.watched)
+        if way is not None and way.stage == "watch":
+            reason = "the rewards have fallen; half of the units get the versions before"
+            self._enter(way, "suspicion", share=0.5, reason=reason)
 
     def _unit(self, conversation: Conversation) -> str:
         by_user = self._settings.unit == "user" and conversation.user
@@ -278,12 +283,8 @@ class Learner:
         gate = way.gates[way.stage]
         if gate.verdict == "worse":
             self._end(way, "rolled back", f"worse than the versions before: {gate.words}", gate=way.stage)
-        elif way.stage == "watch" and self._fall.has_fallen:
-            reason = "the rewards have fallen; half of the units get the versions before"
-            self._enter(way, "suspicion", share=0.5, reason=reason)
         elif way.stage == "suspicion" and gate.verdict != "open":
             self._decide(way, "suspicion")
-            self._fall = FallDetector()
             reason = f"the new versions are not the cause of the fall: {gate.words}"
             self._enter(way, "watch", share=1 - self._settings.gate.holdback, reason=reason)
 
