@@ -13,7 +13,8 @@ serves half of a promotion. The labels follow the split; if a person moves a lab
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -212,8 +213,7 @@ class Learner:
             self._enter(way, "suspicion", share=0.5, reason=reason)
 
     def _unit(self, conversation: Conversation) -> str:
-        by_user = self._settings.unit == "user" and conversation.user
-        return conversation.user if by_user else conversation.rollout_id
+        return conversation.unit(self._settings.unit)
 
     def _opened(self, unit: str, conversation: Conversation, candidate: LearningCandidate) -> ServedUnit:
         is_new = _serves(conversation, candidate.versions)
@@ -452,11 +452,18 @@ class Learner:
             unit = self._unit(each)
             if self._is_held_out(each) and unit not in done:
                 newest.setdefault(unit, each)
-        async for pair in self._parts.replayer.pairs(way.candidate, list(newest.values()), done=done):
-            number = way.add_pair(pair)
-            await self._store.save_state(self.records.pairs(way.candidate.id).states({entry_name(number): pair}))
-            if way.replay["replay"].verdict != "open":
-                return
+        await self._run_pairs(way, list(newest.values()), done=done)
+        if way.replay["replay"].verdict == "better":  # which leaves out the regression tasks behind the conversations
+            await self._run_pairs(way, (), done={pair.unit for pair in way.pairs})
+
+    async def _run_pairs(self, way: "_Way", held_out: Sequence[Conversation], *, done: Collection[str]) -> None:
+        is_open = way.replay["replay"].verdict == "open"
+        async with aclosing(self._parts.replayer.pairs(way.candidate, held_out, done=done)) as pairs:
+            async for pair in pairs:
+                number = way.add_pair(pair)
+                await self._store.save_state(self.records.pairs(way.candidate.id).states({entry_name(number): pair}))
+                if is_open and way.replay["replay"].verdict != "open":
+                    return
 
     async def _leave_replay(self, way: "_Way", *, reason: str = "") -> None:
         gate = way.replay["replay"]
