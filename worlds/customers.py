@@ -6,7 +6,7 @@ number of the conversation; nothing else of an agent matters to a learner. The t
 """
 
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
@@ -149,7 +149,7 @@ class Customers:
 
     async def pairs(
         self, candidate: LearningCandidate, held_out: Sequence[Conversation], *, done: Collection[str]
-    ) -> AsyncIterator[ReplayPair]:
+    ) -> AsyncGenerator[ReplayPair]:
         """Judge the old and the new version as the customer of each conversation would now."""
         for each in held_out:
             number = int(each.rollout_id[1:])
