@@ -259,7 +259,7 @@ def _check_validation(plan: Plan) -> None:
             f"experiment.on_collapse is {section.on_collapse!r}, and only validations between the steps show a "
             "collapse; set validate_every, or remove it"
         )
-    # With fewer tasks, chance can explain any fall, and the guard would never act.
+    # With fewer tasks, the evidence can never be strong enough, and the guard would never act.
     if count < FEWEST_TASKS:
         raise ConfigError(
             f"experiment.on_collapse is {section.on_collapse!r}, and a collapse shows from {FEWEST_TASKS} validation "
