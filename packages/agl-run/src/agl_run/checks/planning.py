@@ -212,6 +212,8 @@ def _check_first(config: ExperimentConfig) -> None:
 
 def _check_tasks(plan: Plan) -> None:
     section, algorithms = plan.config.experiment, plan.config.algorithm
+    if plan.takes_conversations:
+        return
     if not plan.train and not all(map(_needs_no_tasks, algorithms)):
         raise ConfigError("an algorithm needs training tasks; set [experiment] train to a JSON-lines file")
     if not (plan.train or plan.val or algorithms):
