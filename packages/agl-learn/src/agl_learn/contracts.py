@@ -22,11 +22,11 @@ class Conversation(Record, frozen=True, kw_only=True, omit_defaults=False):
         kind: The kind of the task.
         question: What the user asked first.
         answer: The last answer.
-        said: What users and evaluators said about it, in words.
+        said: What the user replied and reported, and what the signals noticed, in words; never a judge's text.
         reward: The reward from 0 to 1 that its feedback gives; ``None`` if there is no feedback.
         is_explicit: Whether the reward is what the user reported, such as a thumb.
-        numbers: Measurements for the guards: ``latency`` in seconds, ``refusals`` 0 or 1, ``cost`` in tokens,
-            ``length`` in characters.
+        numbers: Measurements for the guards: ``latency`` in seconds and ``cost`` in tokens, both per question, and of
+            the last answer ``refusals``, 0 or 1, and ``length`` in characters.
     """
 
     rollout_id: str
