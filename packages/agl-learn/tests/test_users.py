@@ -100,7 +100,7 @@ def test_named_user_has_a_reason_with_the_evidence() -> None:
 
 def test_reason_names_the_kind_that_a_user_spoils() -> None:
     users = [*HUNDRED * 6, *["x"] * 20]
-    rates = dict.fromkeys(("refund", "address", "hours"), 0.9)
+    rates = {"refund": 0.9, "address": 0.9, "hours": 0.9}
 
     named = contradicting(ratings(users, bad={"x"}, seed=1, rates=rates, spoiled="hours"))
 

@@ -1,7 +1,7 @@
 """The parts around a learner: the traffic that it reads, the algorithms that propose, and the replays that compare."""
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from typing import Literal, Protocol
 
 from agl.schemas import Json, Record
 from agl_inspect.records.learning import LearningCandidate, ReplayPair
@@ -44,6 +44,10 @@ class Conversation(Record, frozen=True, kw_only=True, omit_defaults=False):
     reward: float | None = None
     is_explicit: bool = False
     numbers: dict[str, float] = {}
+
+    def unit(self, by: Literal["user", "conversation"]) -> str:
+        """Return what is independent of the other conversations: the user, or the conversation without one."""
+        return (self.user if by == "user" else "") or self.rollout_id
 
 
 class Proposal(Record, frozen=True, kw_only=True):
@@ -93,7 +97,7 @@ class Replayer(Protocol):
 
     def pairs(
         self, candidate: LearningCandidate, held_out: Sequence[Conversation], *, done: Collection[str]
-    ) -> AsyncIterator[ReplayPair]:
+    ) -> AsyncGenerator[ReplayPair]:
         """Yield the pairs of the held-out conversations, in their order, and then of the regression tasks.
 
         A regression task's pair has the kind ``regression``, and its unit names the task. Units in ``done`` were
