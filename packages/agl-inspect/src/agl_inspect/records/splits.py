@@ -38,6 +38,12 @@ def placement_of(rollout: Rollout) -> Placement | None:
         return None  # foreign metadata under the same key
 
 
+def unit_of(rollout: Rollout) -> str:
+    """Return the unit that a split assigns to an arm: the rollout's user or conversation, otherwise the rollout."""
+    named = (rollout.metadata.get(key) for key in ("user", "conversation"))
+    return next((name for name in named if isinstance(name, str) and name), rollout.rollout_id)
+
+
 class ServedSplit(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The split that all gateways serve, as `agl learn` saves it in the store.
 
