@@ -59,6 +59,7 @@ VIEWS = (
     *("/runs/refused", "/runs/refused/agents", "/runs/refused/system", "/?compare=refused"),
     *("/versions", "/versions/style", "/versions/style?version=first&against=production", "/versions/main_llm"),
     *("/versions/tools", f"/versions/{LONG_NAME}"),
+    *("/learners", "/learners/support", "/learners/support/c1", "/learners/support/c2"),
 )
 
 

@@ -6,7 +6,7 @@ be computed again from the store to the last digit.
 
 from collections.abc import Sequence
 
-from agl.acceptance import BETS, Gate, error_for
+from agl.acceptance import Gate, error_for
 from agl_inspect.records.learning import Decision, GateRules, LearningCandidate, ReplayPair, ServedUnit
 
 REGRESSION = "regression"
@@ -74,38 +74,6 @@ def add_unit(gates: dict[str, Gate], unit: ServedUnit) -> None:
         value = unit.guards.get(guard) if guard != name else unit.reward
         if value is not None and gate.verdict == "open":
             gate.arrive(value, is_new=unit.is_new, share=unit.share, stratum=unit.kind)
-
-
-class FallDetector:
-    """Notices that the rewards of a version have fallen, whenever that begins.
-
-    It restarts its bets at every unit: M = (1 + M) * (1 + L * x) with x = usual - MARGIN - reward, averaged over the
-    bets L (Shiryaev 1963, Roberts 1966; Shin, Ramdas and Rinaldo 2024 for the mean of bounded rewards). As long as the
-    mean reward is at least usual - MARGIN, the mean of M after n units is at most n.
-
-    Attributes:
-        has_fallen: Whether M ever reached `ALARM`.
-    """
-
-    USUAL = 50
-    """The number of first units whose mean is the usual reward."""
-
-    MARGIN = 0.05
-    ALARM = 3000.0
-
-    def __init__(self) -> None:
-        self.has_fallen = False
-        self._first: list[float] = []
-        self._restarted = [0.0] * len(BETS)
-
-    def add(self, reward: float) -> None:
-        """Add the reward of a unit that got the version."""
-        if len(self._first) < self.USUAL:
-            self._first.append(reward)
-            return
-        x = sum(self._first) / len(self._first) - self.MARGIN - reward
-        self._restarted = [(1 + m) * (1 + bet * x) for m, bet in zip(self._restarted, BETS, strict=True)]
-        self.has_fallen = self.has_fallen or sum(self._restarted) / len(BETS) >= self.ALARM
 
 
 def first_unit(candidate: LearningCandidate) -> int:

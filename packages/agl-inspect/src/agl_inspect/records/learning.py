@@ -112,6 +112,7 @@ class ServedUnit(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A user, or a conversation without a user, that a split gave to an arm.
 
     Attributes:
+        candidate: The id of the candidate.
         kind: The kind of its first task.
         is_new: Whether it got the candidate.
         share: The candidate's share when its first conversation began.
@@ -122,6 +123,7 @@ class ServedUnit(Record, frozen=True, kw_only=True, omit_defaults=False):
     """
 
     unit: str
+    candidate: str
     kind: str
     is_new: bool
     share: float
@@ -186,6 +188,8 @@ class LearnerState(Record, frozen=True, kw_only=True, omit_defaults=False):
         rated: The number of conversations with a reward so far.
         learned: ``rated`` at the last training round.
         is_learning: Whether that round has not ended.
+        changed_at: When the users last changed, in Unix seconds: rewards have fallen since then. Earlier conversations
+            are neither trained on nor replayed.
         switched_at: When the served versions last changed, in Unix seconds.
         excluded: Users whose feedback does not count, with the reason.
     """
@@ -201,6 +205,7 @@ class LearnerState(Record, frozen=True, kw_only=True, omit_defaults=False):
     rated: int = 0
     learned: int = 0
     is_learning: bool = False
+    changed_at: float = 0.0
     switched_at: float = 0.0
     excluded: dict[str, str] = {}
 
