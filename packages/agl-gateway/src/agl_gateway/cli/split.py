@@ -11,14 +11,13 @@ from agl_gateway.traffic.splits import (
     SplitReport,
     check_labels,
     compare_placed,
-    differing,
     pins_of,
     placed_rollouts,
     split_report,
 )
 from agl_inspect.records.labels import move
 from agl_inspect.records.spending import spend
-from agl_inspect.records.splits import ArmReport, Pins
+from agl_inspect.records.splits import SERVED, ArmReport, Pins, decided
 from agl_inspect.terminal.opening import pass_manager, store_option, with_store
 from agl_inspect.terminal.output import json_option, print_json, print_table
 from agl_inspect.text import ends
@@ -56,10 +55,11 @@ def split_(
 ) -> None:
     """Report the rewards of the arms of a serving split.
 
-    LABELS are the arms, the baseline first; by default production and candidate. The report counts finished rollouts
-    that a split divided between the versions that the labels name now. A failed rollout counts as 0, and one without a
-    reward is left out. Rollouts of one user or conversation enter the comparison once, by their mean. With --promote
-    the first label moves to the second one's version of NAME, if that is better.
+    LABELS are the arms, the baseline first. Without LABELS, the report is about the split that `agl learn` serves, or,
+    if there is none, about production and candidate. The report counts finished rollouts that a split divided between
+    the arms' present versions. A failed rollout counts as 0, and one without a reward is left out. Rollouts of one user
+    or conversation enter the comparison once, by their mean. With --promote the first label moves to the second one's
+    version of NAME, if that is better.
     """
     names = labels or _DEFAULT
     if len(set(names)) < 2 or len(set(names)) < len(names):
@@ -75,8 +75,11 @@ def split_(
         return
 
     async def work(store: Store) -> SplitReport:
-        await check_labels(store, names)
-        return await split_report(store, names, experiment=experiment, error=error)
+        served = None if labels else await SERVED.get(store)
+        if served is None:
+            await check_labels(store, names)
+        pins = await pins_of(store, names) if served is None else served.versions
+        return await split_report(store, pins, experiment=experiment, error=error)
 
     report = with_store(manager, store_url, work)
     if as_json:
@@ -115,7 +118,7 @@ async def _promote(
 
 def _check_only(name: str, pins: Pins) -> None:
     """Raise :class:`ConfigError` if the arms differ in other resources than ``name``."""
-    names = differing(pins)
+    names = decided(pins)
     if names != [name]:
         what = f"in {', '.join(names)}" if names else "in no resource"
         raise ConfigError(
@@ -132,6 +135,8 @@ def _row(arm: ArmReport) -> tuple[str, ...]:
 
 
 def _lines(report: SplitReport) -> list[str]:
+    if len(report.arms) == 1:
+        return ["all traffic gets these versions: there is nothing to compare"]
     if not report.differing:
         return ["the labels name the same version of every resource: there is nothing to compare"]
     baseline, found = report.arms[0].label, report.against
