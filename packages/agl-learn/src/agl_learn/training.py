@@ -31,9 +31,8 @@ from agl_inspect.records.learning import LearningRound, entry_name
 from agl_inspect.records.state import load_experiment
 from agl_learn.contracts import Conversation, Proposal
 from agl_learn.settings import LearnerFile
-from agl_replay.candidates import TextResource, text_of, with_text
 from agl_run import ExperimentConfig, Quiet, Trainer
-from agl_run.engine import fit_plan
+from agl_run.engine import TextResource, fit_plan, text_of, with_text
 
 _LOG = logging.getLogger("agl_learn")
 
