@@ -99,6 +99,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.testing",
         "agl_objectives.uses",
     ),
+    "agl-replay": ("agl_replay.candidates",),
     "agl-run": (
         "agl_run",
         "agl_run.access",

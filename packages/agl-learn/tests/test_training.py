@@ -165,3 +165,12 @@ def test_conversations_of_one_user_are_apart_if_conversations_are_the_units() ->
     tasks = round_tasks([conversation(number, user="ann") for number in range(6)], by="conversation")
 
     assert (4, 2) == (len(tasks.train), len(tasks.val))
+
+
+def test_round_has_equal_tasks_once_and_validates_on_others() -> None:
+    conversations = [Conversation(rollout_id=f"r{n}", user=f"u{n}", task={"question": str(n % 4)}) for n in range(12)]
+
+    found = round_tasks(conversations, by="user")
+
+    assert [1, 3] == sorted([len(found.val), len(found.train)])
+    assert [] == [task for task in found.val if task in found.train]
