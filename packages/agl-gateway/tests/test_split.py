@@ -66,13 +66,16 @@ class Served:
         assert queued.rollout_id == attempt.rollout_id
         return claim.rollout, token
 
-    async def ask(self, token: str, *, conversation: str = "", text: str = "hi", **more: Any) -> tuple[str, Any]:
-        """Make a call; returns the answer's text and the response headers."""
+    async def ask(
+        self, token: str, *, conversation: str = "", text: str = "hi", extra: dict[str, str] | None = None, **more: Any
+    ) -> tuple[str, Any]:
+        """Make a call, with the headers in ``extra``; returns the answer's text and the response headers."""
+        named = {"x-agl-conversation-id": conversation} if conversation else {}
         async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0) as client:
             reply = await client.chat.completions.with_raw_response.create(
                 model="main_llm",
                 messages=[{"role": "user", "content": text}],
-                extra_headers={"x-agl-conversation-id": conversation} if conversation else {},
+                extra_headers={**named, **(extra or {})},
                 **more,
             )
             return reply.parse().choices[0].message.content or "", reply.headers

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
@@ -18,7 +19,6 @@ from agl.errors import ConfigError
 from agl.schemas import AttemptStatus, JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.stores import MemoryStore
 from agl_gateway.traffic.splits import (
-    Split,
     SplitReport,
     Splitter,
     arm_of,
@@ -26,10 +26,10 @@ from agl_gateway.traffic.splits import (
     parse_split,
     pins_of,
     place_rollout,
-    placement_of,
     split_report,
 )
 from agl_inspect.records import labels as labels
+from agl_inspect.records.splits import Pins, ServedSplit, placement_of
 from agl_inspect.statistics import compare, interval
 from agl_inspect.terminal.program import cli
 from agl_store_sqlite._store import SQLiteStore
@@ -39,6 +39,10 @@ VERSIONS = [
     *(ResourceVersion(name="prompt", version=f"v{i}", resource=PromptTemplate(template=f"{i}")) for i in (1, 2, 3)),
     *(ResourceVersion(name="tools", version=f"t{i}", resource=JsonResource(value=i)) for i in (1, 2)),
 ]
+
+
+def in_split(rollout: Rollout, split: ServedSplit, pins: Pins) -> Rollout:
+    return place_rollout(rollout, msgspec.structs.replace(split, versions=pins))
 
 
 async def labelled(store: Store, **pointing: str) -> None:
@@ -57,7 +61,7 @@ async def serve(
     waiting = {label: list(values) for label, values in rewards.items()}
     for index in range(10_000):
         plain = Rollout(rollout_id=f"{name}-{index:05d}", task=index, experiment=experiment)
-        rollout = place_rollout(plain, SPLIT, pins)
+        rollout = in_split(plain, SPLIT, pins)
         placement = placement_of(rollout)
         assert placement is not None
         if not waiting.get(placement.arm):
@@ -109,8 +113,8 @@ def test_arm_of_an_id_never_changes_between_releases() -> None:
 
 @given(st.text(), st.floats(0.01, 0.98), st.floats(0.001, 0.01))
 def test_growing_candidate_keeps_whom_it_had(key: str, share: float, more: float) -> None:
-    before = Split(shares={"production": 1 - share, "candidate": share})
-    after = Split(shares={"production": 1 - share - more, "candidate": share + more})
+    before = ServedSplit(shares={"production": 1 - share, "candidate": share}, versions={})
+    after = ServedSplit(shares={"production": 1 - share - more, "candidate": share + more}, versions={})
     if before.arm_of(key) == "candidate":
         assert "candidate" == after.arm_of(key)
 
@@ -172,13 +176,13 @@ def test_rollout_gets_the_versions_of_its_arm_and_keeps_what_it_pinned() -> None
 
     pins = asyncio.run(body())
     for index in range(20):
-        rollout = place_rollout(Rollout(rollout_id=f"ro-{index}", task=0), SPLIT, pins)
+        rollout = in_split(Rollout(rollout_id=f"ro-{index}", task=0), SPLIT, pins)
         arm = SPLIT.arm_of(f"ro-{index}")
         assert {"prompt": {"production": "v1", "candidate": "v2"}[arm], "tools": "t1"} == rollout.resources
-        assert rollout == place_rollout(rollout, SPLIT, pins)
+        assert rollout == in_split(rollout, SPLIT, pins)
         own = Rollout(rollout_id=f"ro-{index}", task=0, resources={"prompt": "v3"})
-        assert own == place_rollout(own, SPLIT, pins)
-        other = place_rollout(Rollout(rollout_id=f"ro-{index}", task=0, resources={"tools": "t2"}), SPLIT, pins)
+        assert own == in_split(own, SPLIT, pins)
+        other = in_split(Rollout(rollout_id=f"ro-{index}", task=0, resources={"tools": "t2"}), SPLIT, pins)
         assert "t2" == other.resources["tools"]
 
 
@@ -186,7 +190,7 @@ def test_rollouts_of_one_conversation_share_an_arm() -> None:
     pins = {"production": {"prompt": "v1"}, "candidate": {"prompt": "v2"}}
     for conversation in ("a", "b", "c", "d"):
         rollouts = [
-            place_rollout(Rollout(rollout_id=f"ro-{i}", task=0, metadata={"conversation": conversation}), SPLIT, pins)
+            in_split(Rollout(rollout_id=f"ro-{i}", task=0, metadata={"conversation": conversation}), SPLIT, pins)
             for i in range(8)
         ]
         assert 1 == len({rollout.resources["prompt"] for rollout in rollouts})
@@ -199,7 +203,7 @@ def test_report_counts_what_was_placed_between_the_present_versions() -> None:
         await serve(store, {"production": [1.0] * 3, "candidate": [1.0] * 3}, name="before")
         await labels.move(store, "prompt", "candidate", "v2")
         await serve(store, {"production": [0.4, 0.6, None], "candidate": [0.8, math.nan, 1.0]})
-        return await split_report(store, ["production", "candidate"])
+        return await split_report(store, await pins_of(store, LABELS))
 
     report = asyncio.run(body())
     production, candidate = report.arms
@@ -234,7 +238,7 @@ def test_report_counts_every_failure_and_every_missing_reward() -> None:
         store = MemoryStore()
         await labelled(store, production="prompt@v1", candidate="prompt@v2")
         await serve(store, {"production": [math.nan, math.nan, 1.0], "candidate": [None, None, 0.5]})
-        return await split_report(store, LABELS)
+        return await split_report(store, await pins_of(store, LABELS))
 
     production, candidate = asyncio.run(body()).arms
     assert (3, 2, 0, 3) == (production.rollouts, production.failed, production.unrewarded, production.rewarded)
@@ -248,7 +252,8 @@ def test_report_reads_one_experiment_or_all() -> None:
         await labelled(store, production="prompt@v1", candidate="prompt@v2")
         await serve(store, {"production": [1.0] * 3, "candidate": [1.0] * 3}, name="mine", experiment="mine")
         await serve(store, {"production": [0.0], "candidate": [0.0]}, name="other", experiment="other")
-        return [await split_report(store, LABELS, experiment=name) for name in ("mine", "other", None)]
+        pins = await pins_of(store, LABELS)
+        return [await split_report(store, pins, experiment=name) for name in ("mine", "other", None)]
 
     reports = asyncio.run(body())
     assert [[3, 3], [1, 1], [4, 4]] == [[arm.rollouts for arm in report.arms] for report in reports]
@@ -262,7 +267,7 @@ def test_error_of_a_report_is_that_of_its_verdicts() -> None:
         store = MemoryStore()
         await labelled(store, production="prompt@v1", candidate="prompt@v2")
         await serve(store, {"production": old, "candidate": new})
-        return await split_report(store, LABELS, error=0.2)
+        return await split_report(store, await pins_of(store, LABELS), error=0.2)
 
     report = asyncio.run(body())
     assert [interval(rewards) for rewards in (old, new)] == [(arm.low, arm.high) for arm in report.arms]
@@ -274,7 +279,7 @@ def test_arm_with_a_single_reward_has_a_mean_and_no_interval() -> None:
         store = MemoryStore()
         await labelled(store, production="prompt@v1", candidate="prompt@v2")
         await serve(store, {"production": [0.1, 0.2], "candidate": [0.5]})
-        return await split_report(store, LABELS)
+        return await split_report(store, await pins_of(store, LABELS))
 
     report = asyncio.run(body())
     production, candidate = report.arms
@@ -292,14 +297,14 @@ def test_report_leaves_out_what_is_unplaced_cancelled_or_placed_between_other_la
         await labelled(store, production="prompt@v1", candidate="prompt@v2", canary="prompt@v3")
         pins = await pins_of(store, list(wide.shares))
         for index in range(30):
-            await finish(store, place_rollout(Rollout(rollout_id=f"wide-{index}", task=0), wide, pins))
+            await finish(store, in_split(Rollout(rollout_id=f"wide-{index}", task=0), wide, pins))
             narrow = {label: pins[label] for label in LABELS}
-            await finish(store, place_rollout(Rollout(rollout_id=f"narrow-{index}", task=0), SPLIT, narrow))
+            await finish(store, in_split(Rollout(rollout_id=f"narrow-{index}", task=0), SPLIT, narrow))
         await finish(store, Rollout(rollout_id="unplaced", task=0))
         for index in range(9):
-            cancelled = place_rollout(Rollout(rollout_id=f"cancelled-{index}", task=0), wide, pins)
+            cancelled = in_split(Rollout(rollout_id=f"cancelled-{index}", task=0), wide, pins)
             await finish(store, cancelled, status="cancelled")
-        return [await split_report(store, labels) for labels in (LABELS, list(wide.shares))]
+        return [await split_report(store, await pins_of(store, names)) for names in (LABELS, list(wide.shares))]
 
     placed = Counter(wide.arm_of(f"wide-{index}") for index in range(30))
     narrow = Counter(SPLIT.arm_of(f"narrow-{index}") for index in range(30))
@@ -401,14 +406,14 @@ async def test_rollout_keeps_the_arm_that_it_was_queued_with() -> None:
     store = MemoryStore()
     await labelled(store, production="prompt@v1", candidate="prompt@v2")
     splitter = Splitter(store, SPLIT)
-    assert {"production": {"prompt": "v1"}, "candidate": {"prompt": "v2"}} == await splitter.pins()
+    assert {"production": {"prompt": "v1"}, "candidate": {"prompt": "v2"}} == await pins_of(store, LABELS)
     plain = [Rollout(rollout_id=f"r-{index}", task=index) for index in range(20)]
     first = await splitter.enqueue(plain)
     assert {"production": "v1", "candidate": "v2"} == {arm_of(each): each.resources["prompt"] for each in first}
     await labels.move(store, "prompt", "candidate", "v3")
     again = await splitter.enqueue([*plain, Rollout(rollout_id="s", task=0)])
     assert first == again[:-1]
-    assert (await splitter.pins())[arm_of(again[-1])] == again[-1].resources
+    assert (await pins_of(store, LABELS))[arm_of(again[-1])] == again[-1].resources
     assert "" == arm_of(plain[0])
     await store.enqueue([Rollout(rollout_id="t", task=0)])  # without an arm, it stays so
     assert {} == (await splitter.enqueue([Rollout(rollout_id="t", task=0)]))[0].resources

@@ -24,8 +24,9 @@ from agl_gateway.processes.supervisor import Place, Supervisor, listening, refus
 from agl_gateway.record.spool_file import OFF, default_folder, left_text, spools_for
 from agl_gateway.service import BACKLOG, GatewayService, bind_error
 from agl_gateway.settings import Settings, Share, descriptions
-from agl_gateway.traffic.splits import Split, parse_split
+from agl_gateway.traffic.splits import parse_split
 from agl_inspect.keys import KeyFile, Keys, state_dir
+from agl_inspect.records.splits import ServedSplit
 from agl_inspect.retention import RetentionLimits, retaining
 from agl_inspect.stores import as_url, build_store, command
 from agl_inspect.terminal.opening import manager_of
@@ -318,7 +319,7 @@ async def _wait(stopping: asyncio.Event) -> None:
             await stopping.wait()
 
 
-def _banner(service: GatewayService, *, store_url: str, token_source: str, split: Split | None) -> list[str]:
+def _banner(service: GatewayService, *, store_url: str, token_source: str, split: ServedSplit | None) -> list[str]:
     url = service.advertised
     policies = ", ".join(service.router.targets) or "none; add one with --upstream NAME=URL"
     lines = [

@@ -7,9 +7,9 @@ import click
 from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
-from agl_gateway.traffic.splits import SplitReport, check_labels, differing, pins_of, samples, split_report
+from agl_gateway.traffic.splits import SplitReport, check_labels, pins_of, samples, split_report
 from agl_inspect.records.labels import move
-from agl_inspect.records.splits import ArmReport
+from agl_inspect.records.splits import SERVED, ArmReport, decided
 from agl_inspect.statistics import compare
 from agl_inspect.terminal.opening import pass_manager, store_option, with_store
 from agl_inspect.terminal.output import json_option, print_json, print_table
@@ -41,9 +41,10 @@ def split_(
 ) -> None:
     """Report the rewards of the arms of a serving split.
 
-    LABELS are the arms, the baseline first; by default production and candidate. The report counts finished rollouts
-    that a split divided between the versions that the labels name now. A failed rollout counts as 0, and one without a
-    reward is left out. With --promote the first label moves to the second one's version of NAME, if that is better.
+    LABELS are the arms, the baseline first. Without LABELS, the report is about the split that `agl learn` serves, or,
+    if there is none, about production and candidate. The report counts finished rollouts that a split divided between
+    the arms' present versions. A failed rollout counts as 0, and one without a reward is left out. With --promote the
+    first label moves to the second one's version of NAME, if that is better.
     """
     names = labels or _DEFAULT
     if len(set(names)) < 2 or len(set(names)) < len(names):
@@ -59,8 +60,11 @@ def split_(
         return
 
     async def work(store: Store) -> SplitReport:
-        await check_labels(store, names)
-        return await split_report(store, names, experiment=experiment, error=error)
+        served = None if labels else await SERVED.get(store)
+        if served is None:
+            await check_labels(store, names)
+        pins = await pins_of(store, names) if served is None else served.versions
+        return await split_report(store, pins, experiment=experiment, error=error)
 
     report = with_store(manager, store_url, work)
     if as_json:
@@ -83,7 +87,7 @@ async def better_arm(
     """
     await check_labels(store, pair)
     pins = await pins_of(store, pair)
-    names = differing(pins)
+    names = decided(pins)
     if names != [name]:
         what = f"in {', '.join(names)}" if names else "in no resource"
         raise ConfigError(
@@ -117,6 +121,8 @@ def _row(arm: ArmReport) -> tuple[str, ...]:
 
 
 def _lines(report: SplitReport) -> list[str]:
+    if len(report.arms) == 1:
+        return ["all traffic gets these versions: there is nothing to compare"]
     if not report.differing:
         return ["the labels name the same version of every resource: there is nothing to compare"]
     baseline = report.arms[0].label
