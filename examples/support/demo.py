@@ -163,7 +163,7 @@ def main() -> None:
         sys.exit(f"the demo failed: {error}")
     print(f"\nall of it took {time.monotonic() - started:.0f} s")
     print(f"every candidate's story:  agl console {HERE / 'out/support.db'} --open, and then Learners")
-    print("why a prompt is served:   agl learn log support.toml")
+    print("why a prompt is served:   agl learn log --store {HERE / "out/support.db"}")
 
 
 if __name__ == "__main__":
