@@ -18,6 +18,7 @@ from shop import PAGES, WISHES, wishes_harm
 GATEWAY = "http://127.0.0.1:8791"
 TOKEN = "the-client-token-of-the-example"
 AT_ONCE = 4
+PAUSE_S = 0.3
 EVERY = 25
 NEWEST = 50
 
@@ -62,6 +63,7 @@ async def play(desk: Desk, *, wish: str, count: int, saboteurs: float, seed: int
             customer = f"guest-{seed}-{number}" if is_bad else f"customer-{seed}-{number // 2}"
             visit = Visit(customer, number, wishes_harm if is_bad else WISHES[wish], draw)
             is_content = await visit.at(desk)
+            await asyncio.sleep(PAUSE_S)  # ten customers a second are enough
             done += 1
             if not is_bad:
                 content.append(is_content)

@@ -162,8 +162,9 @@ def main() -> None:
     except RuntimeError as error:
         sys.exit(f"the demo failed: {error}")
     print(f"\nall of it took {time.monotonic() - started:.0f} s")
-    print(f"every candidate's story:  agl console {HERE / 'out/support.db'} --open, and then Learners")
-    print("why a prompt is served:   agl learn log --store {HERE / "out/support.db"}")
+    print(f"in the folder {HERE}:")
+    print("  agl console out/support.db --open          every candidate's story, at Learners")
+    print("  agl learn log --store out/support.db       what happened, in order")
 
 
 if __name__ == "__main__":
