@@ -6,13 +6,14 @@ number of the conversation; nothing else of an agent matters to a learner. The t
 """
 
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
 
 import msgspec
 
+from agl.contracts import Store
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl.stores import MemoryStore
 from agl_inspect.records.learning import LearningCandidate, ReplayPair
@@ -51,13 +52,13 @@ class Customers:
     seed: int = 0
     lag: int = 0
     contradicting: Callable[[Sequence[Conversation]], Mapping[str, str]] = lambda _: {}
+    store: Store = field(default_factory=MemoryStore)
     past: list[Conversation] = field(default_factory=list[Conversation])
     truth: list[float] = field(default_factory=list[float])
     said: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
-        self.store = MemoryStore()
         self.now = 0.0
         self._published: set[str] = set()
 
@@ -98,7 +99,7 @@ class Customers:
         user = f"u{self.chance.randrange(self.users)}" if self.users else f"u{number}"
         kind = self.chance.choice(self.kinds)
         split = self.learner.split
-        point = int.from_bytes(blake2b(f"{split.salt}/{user}".encode(), digest_size=8).digest()) / 2**64
+        point = int.from_bytes(blake2b(f"{split.salt}/{self.seed}/{user}".encode(), digest_size=8).digest()) / 2**64
         arm = next(iter(split.shares))
         for label, share in split.shares.items():
             arm = label
@@ -148,7 +149,7 @@ class Customers:
 
     async def pairs(
         self, candidate: LearningCandidate, held_out: Sequence[Conversation], *, done: Collection[str]
-    ) -> AsyncIterator[ReplayPair]:
+    ) -> AsyncGenerator[ReplayPair]:
         """Judge the old and the new version as the customer of each conversation would now."""
         for each in held_out:
             number = int(each.rollout_id[1:])

@@ -264,9 +264,11 @@ def tried() -> bytes:
     """Return the record that ``agl resources try`` stores of a trial of two versions."""
     first = {"version": "first", "mean": 0.5, "low": 0.4, "high": 0.6, "tasks": 20}
     other = {"version": "sums-1-grpo-2", "mean": 0.62, "low": 0.5, "high": 0.74, "tasks": 20}
-    paired = {"difference": 0.12, "difference_low": 0.02, "difference_high": 0.22, "paired": 20, "verdict": "better"}
+    ends = {"difference": 0.12, "low": 0.02, "high": 0.22, "evidence": 44.0, "evidence_of_harm": 0.1}
+    counts = {"threshold": 40.0, "pairs": 20, "needed": 18, "old_count": 20, "new_count": 20, "paired_tasks": 20}
+    compared = {"verdict": "better", "policy_improvement_ratio": 1.24, **ends, **counts}
     about = {"experiment": "sums-try", "resource": "style", "source": "20 of 40 validation tasks"}
-    return to_json({"time": START_NS / 1e9, **about, "scores": [first, {**other, **paired}]})
+    return to_json({"time": START_NS / 1e9, **about, "scores": [first, {**other, "comparison": compared}]})
 
 
 def tallies(steps: int) -> list[StepTally]:

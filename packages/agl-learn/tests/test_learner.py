@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -216,3 +217,34 @@ def test_excluded_users_do_not_count() -> None:
 
     assert "u0" not in {unit.unit for unit in asyncio.run(learner.records.units("c1").read(customers.store)).values()}
     assert any("u0" in line for line in customers.said)
+
+
+def test_every_change_of_the_users_is_dated() -> None:
+    def liked(version: str, kind: str, number: int) -> float:
+        return (0.9, 0.6, 0.2)[number // 300]
+
+    customers = serving(liked)
+
+    async def work() -> tuple[float, float]:
+        learner = await customers.open("old")
+        await customers.serve(400)
+        first = learner.state.changed_at
+        await customers.serve(300)
+        return first, learner.state.changed_at
+
+    first, second = asyncio.run(work())
+
+    assert abs(first - 300) < 20
+    assert abs(second - 600) < 20
+
+
+def test_served_version_is_suspected_after_every_fall() -> None:
+    def liked(version: str, kind: str, number: int) -> float:
+        return (0.9, 0.5, 0.1)[number // 400] if version == "new" or number >= 400 else 0.3
+
+    customers = serving(liked, proposes="new")
+
+    learner = run(customers, 1200)
+
+    assert abs(learner.state.changed_at - 800) < 20
+    assert 2 == sum(before != "suspicion" == stage for before, stage in pairwise(stages(customers)))

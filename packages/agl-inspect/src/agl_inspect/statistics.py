@@ -29,7 +29,7 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
         evidence_of_harm: The odds that the new version is worse.
         threshold: The odds from which a verdict follows.
         pairs: Number of pairs of rewards.
-        needed: About how many pairs would do if the rest is like these; ``None`` if no number would.
+        needed: About how many pairs would do if the rest is like these, at least one more; ``None`` if no number would.
         policy_improvement_ratio: Mean of the new rewards divided by that of the old ones; ``None`` unless the old
             mean is above 0.
         old_count: Number of old rewards in the pairs.
@@ -156,7 +156,7 @@ def comparison_of(
         evidence_of_harm=gate.evidence_of_harm,
         threshold=threshold,
         pairs=gate.count,
-        needed=gate.needed,
+        needed=None if gate.needed is None else max(gate.needed, gate.count + 1),
         policy_improvement_ratio=means[1] / means[0] if means[0] > 0 else None,
         old_count=counts[0],
         new_count=counts[1],

@@ -322,12 +322,8 @@ class TrialScore(Record, frozen=True, kw_only=True, omit_defaults=False):
         low: Lower end of the 95 % interval of ``mean`` over tasks; ``None`` for fewer than two tasks.
         high: Upper end of the 95 % interval of ``mean`` over tasks; ``None`` for fewer than two tasks.
         tasks: Number of tasks on which the version has a reward.
-        difference: Mean of the version minus the mean of the baseline, paired by task; ``None`` for the baseline
-            itself, and if fewer than two tasks have rewards of both.
-        difference_low: Lower end of the 95 % interval of ``difference``.
-        difference_high: Upper end of the 95 % interval of ``difference``.
-        paired: Number of tasks with rewards of both the version and the baseline.
-        verdict: ``better``, ``worse`` or ``unclear``; ``""`` for the baseline.
+        comparison: The version against the baseline, paired by task; ``None`` for the baseline itself, and if no task
+            has rewards of both.
     """
 
     version: str
@@ -335,11 +331,7 @@ class TrialScore(Record, frozen=True, kw_only=True, omit_defaults=False):
     low: float | None
     high: float | None
     tasks: int
-    difference: float | None = None
-    difference_low: float | None = None
-    difference_high: float | None = None
-    paired: int = 0
-    verdict: str = ""
+    comparison: Comparison | None = None
 
 
 class Trial(Record, frozen=True, kw_only=True, omit_defaults=False):

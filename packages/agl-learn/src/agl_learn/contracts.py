@@ -1,7 +1,7 @@
 """The parts around a learner: the traffic that it reads, the algorithms that propose, and the replays that compare."""
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from typing import Literal, Protocol
 
 from agl.schemas import Json, Record
 from agl_inspect.records.learning import LearningCandidate, ReplayPair
@@ -22,11 +22,11 @@ class Conversation(Record, frozen=True, kw_only=True, omit_defaults=False):
         kind: The kind of the task.
         question: What the user asked first.
         answer: The last answer.
-        said: What users and evaluators said about it, in words.
+        said: What the user replied and reported, and what the signals noticed, in words; never a judge's text.
         reward: The reward from 0 to 1 that its feedback gives; ``None`` if there is no feedback.
         is_explicit: Whether the reward is what the user reported, such as a thumb.
-        numbers: Measurements for the guards: ``latency`` in seconds, ``refusals`` 0 or 1, ``cost`` in tokens,
-            ``length`` in characters.
+        numbers: Measurements for the guards: ``latency`` in seconds and ``cost`` in tokens, both per question, and of
+            the last answer ``refusals``, 0 or 1, and ``length`` in characters.
     """
 
     rollout_id: str
@@ -44,6 +44,10 @@ class Conversation(Record, frozen=True, kw_only=True, omit_defaults=False):
     reward: float | None = None
     is_explicit: bool = False
     numbers: dict[str, float] = {}
+
+    def unit(self, by: Literal["user", "conversation"]) -> str:
+        """Return what is independent of the other conversations: the user, or the conversation without one."""
+        return (self.user if by == "user" else "") or self.rollout_id
 
 
 class Proposal(Record, frozen=True, kw_only=True):
@@ -93,7 +97,7 @@ class Replayer(Protocol):
 
     def pairs(
         self, candidate: LearningCandidate, held_out: Sequence[Conversation], *, done: Collection[str]
-    ) -> AsyncIterator[ReplayPair]:
+    ) -> AsyncGenerator[ReplayPair]:
         """Yield the pairs of the held-out conversations, in their order, and then of the regression tasks.
 
         A regression task's pair has the kind ``regression``, and its unit names the task. Units in ``done`` were

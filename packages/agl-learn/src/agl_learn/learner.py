@@ -13,16 +13,18 @@ serves half of a promotion. The labels follow the split; if a person moves a lab
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 from msgspec.structs import replace
 
-from agl.acceptance import Gate
+from agl.acceptance import Gate, odds_text
 from agl.contracts import Store
 from agl.errors import AglError, StoreError
+from agl.hints import count_of
 from agl_inspect.learning import (
     add_pair,
     add_unit,
@@ -47,6 +49,7 @@ from agl_inspect.records.learning import (
 from agl_inspect.records.splits import SERVED, Pins, ServedSplit
 from agl_learn.contracts import Conversation, Proposal, Proposer, Replayer, Traffic
 from agl_learn.fall import FallDetector
+from agl_learn.users import limit_per_user
 from agl_run import LearnSettings
 
 CANDIDATE = "candidate"
@@ -172,17 +175,16 @@ class Learner:
                 return
 
     def _count(self, conversation: Conversation) -> None:
-        state = replace(self.state, after=conversation.rollout_id, after_value=conversation.started_at)
-        state = replace(state, rated=state.rated + (conversation.reward is not None))
-        self._set(state)
+        rated = self.state.rated + (conversation.reward is not None)
+        self._set(replace(self.state, after=conversation.rollout_id, after_value=conversation.started_at, rated=rated))
         self._look_for_fall(conversation)
         way = self._ways.get(conversation.salt)
         if way is None or way.stage == "replay" or conversation.reward is None:
             return
         unit = self._unit(conversation)
-        if conversation.user in state.excluded or unit in way.counted:
+        if conversation.user in self.state.excluded or unit in way.counted:
             return
-        found = state.open.get(unit) or self._opened(unit, conversation, way.candidate)
+        found = self.state.open.get(unit) or self._opened(unit, conversation, way.candidate)
         if found.is_new != _serves(conversation, way.candidate.versions):
             return  # the unit changed its arm when the share grew, and only its first arm counts
         guards = {name: found.guards.get(name, 0.0) + value for name, value in way.guards(conversation).items()}
@@ -192,21 +194,26 @@ class Learner:
             guards=guards,
             rollouts=[*found.rollouts, conversation.rollout_id],
         )
-        self._set(replace(state, open={**state.open, unit: added}))
+        self._set(replace(self.state, open={**self.state.open, unit: added}))
 
     def _look_for_fall(self, conversation: Conversation) -> None:
         """Notice that the rewards of the served versions have fallen."""
         served = self.split.versions[self._settings.label]
-        if conversation.reward is None or self._fall.has_fallen or not _serves(conversation, served):
+        if conversation.reward is None or not _serves(conversation, served):
             return
         self._fall.add(conversation.reward, at=conversation.started_at)
-        if self._fall.has_fallen:
-            self._set(replace(self.state, changed_at=self._fall.since))
-            self._parts.say("the rewards of the served versions have fallen")
+        if not self._fall.has_fallen:
+            return
+        self._set(replace(self.state, changed_at=self._fall.since))
+        self._fall = FallDetector()
+        self._parts.say("the rewards of the served versions have fallen")
+        way = self._ways.get(self.state.watched)
+        if way is not None and way.stage == "watch":
+            reason = "the rewards have fallen; half of the units get the versions before"
+            self._enter(way, "suspicion", share=0.5, reason=reason)
 
     def _unit(self, conversation: Conversation) -> str:
-        by_user = self._settings.unit == "user" and conversation.user
-        return conversation.user if by_user else conversation.rollout_id
+        return conversation.unit(self._settings.unit)
 
     def _opened(self, unit: str, conversation: Conversation, candidate: LearningCandidate) -> ServedUnit:
         is_new = _serves(conversation, candidate.versions)
@@ -256,7 +263,7 @@ class Learner:
             return
         higher = [share for share in shares if share > way.candidate.share]
         if higher:
-            self._enter(way, "canary", share=higher[0], reason=f"no harm so far: {gate.words}")
+            self._enter(way, "canary", share=higher[0], reason=f"no harm so far: {_harm_words(gate)}")
         else:
             self._promote(way)
 
@@ -264,7 +271,7 @@ class Learner:
         holdback, gate = self._settings.gate.holdback, way.gates["canary"]
         self._decide(way, "canary")
         self._set(replace(self.state, current="", watched=way.candidate.id))
-        reason = f"promoted, no harm in the canary: {gate.words}"
+        reason = f"promoted, no harm in the canary: {_harm_words(gate)}"
         if holdback:
             self._enter(way, "watch", share=1 - holdback, reason=reason)
         else:
@@ -276,12 +283,8 @@ class Learner:
         gate = way.gates[way.stage]
         if gate.verdict == "worse":
             self._end(way, "rolled back", f"worse than the versions before: {gate.words}", gate=way.stage)
-        elif way.stage == "watch" and self._fall.has_fallen:
-            reason = "the rewards have fallen; half of the units get the versions before"
-            self._enter(way, "suspicion", share=0.5, reason=reason)
         elif way.stage == "suspicion" and gate.verdict != "open":
             self._decide(way, "suspicion")
-            self._fall = FallDetector()
             reason = f"the new versions are not the cause of the fall: {gate.words}"
             self._enter(way, "watch", share=1 - self._settings.gate.holdback, reason=reason)
 
@@ -449,11 +452,18 @@ class Learner:
             unit = self._unit(each)
             if self._is_held_out(each) and unit not in done:
                 newest.setdefault(unit, each)
-        async for pair in self._parts.replayer.pairs(way.candidate, list(newest.values()), done=done):
-            number = way.add_pair(pair)
-            await self._store.save_state(self.records.pairs(way.candidate.id).states({entry_name(number): pair}))
-            if way.replay["replay"].verdict != "open":
-                return
+        await self._run_pairs(way, list(newest.values()), done=done)
+        if way.replay["replay"].verdict == "better":  # which leaves out the regression tasks behind the conversations
+            await self._run_pairs(way, (), done={pair.unit for pair in way.pairs})
+
+    async def _run_pairs(self, way: "_Way", held_out: Sequence[Conversation], *, done: Collection[str]) -> None:
+        is_open = way.replay["replay"].verdict == "open"
+        async with aclosing(self._parts.replayer.pairs(way.candidate, held_out, done=done)) as pairs:
+            async for pair in pairs:
+                number = way.add_pair(pair)
+                await self._store.save_state(self.records.pairs(way.candidate.id).states({entry_name(number): pair}))
+                if is_open and way.replay["replay"].verdict != "open":
+                    return
 
     async def _leave_replay(self, way: "_Way", *, reason: str = "") -> None:
         gate = way.replay["replay"]
@@ -465,7 +475,7 @@ class Learner:
         elif self._settings.gate.approve == "person":
             self._enter(way, "approval", share=0.0, reason=f"waits for: agl learn approve {way.candidate.id}")
         else:
-            await self._begin_canary(way, reason or f"better in the replay: {gate.words}")
+            await self._begin_canary(way, reason or f"in the replay {gate.words}")
         await self._save()
 
     async def _begin_canary(self, way: "_Way", reason: str) -> None:
@@ -492,13 +502,7 @@ class Learner:
         memory, per_user = self._settings.memory, self._settings.per_user
         recent = await self._parts.traffic.recent(now=self._parts.clock(), limit=4 * memory)
         recent = [each for each in recent if each.started_at >= self.state.changed_at]
-        seen: dict[str, int] = {}
-        kept: list[Conversation] = []
-        for each in recent:
-            unit = self._unit(each)
-            seen[unit] = seen.get(unit, 0) + 1
-            if seen[unit] <= per_user and each.user not in self.state.excluded:
-                kept.append(each)
+        kept = limit_per_user([each for each in recent if each.user not in self.state.excluded], per_user)
         newest, older = kept[: memory // 2], kept[memory // 2 :]
         step = max(1, -(-len(older) // (memory - memory // 2)))
         return [*newest, *older[::step]]
@@ -674,6 +678,10 @@ def _harm_in(gates: Mapping[str, Gate]) -> str:
         return f"two runs of the versions before differ, so rewards cannot be compared: {gates['control'].words}"
     worse = (name for name, gate in gates.items() if name not in ("replay", "control") and gate.verdict == "worse")
     return next((f"{_title(name)}: {gates[name].words}" for name in worse), "")
+
+
+def _harm_words(gate: Gate) -> str:
+    return f"{odds_text(gate.evidence_of_harm)} for harm after {count_of(gate.count, 'unit')}"
 
 
 def _doubt(gate: Gate) -> str:

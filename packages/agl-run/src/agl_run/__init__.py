@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from agl_run.config.learning import GateSettings as GateSettings
     from agl_run.config.learning import LearnSettings as LearnSettings
     from agl_run.config.learning import ReplaySettings as ReplaySettings
+    from agl_run.config.learning import SignalSettings as SignalSettings
     from agl_run.config.sections import ExperimentConfig as ExperimentConfig
     from agl_run.config.sections import ExperimentSection as ExperimentSection
     from agl_run.config.sections import GatewayConfig as GatewayConfig
@@ -64,7 +65,7 @@ _HOMES = {
     "agl_run.agents.agent": ("Agent", "AgentSpec", "LoadedAgent"),
     "agl_run.agents.importing": ("import_attribute",),
     "agl_run.config.file": ("load_config", "parse_config"),
-    "agl_run.config.learning": ("CanarySettings", "GateSettings", "LearnSettings", "ReplaySettings"),
+    "agl_run.config.learning": ("CanarySettings", "GateSettings", "LearnSettings", "ReplaySettings", "SignalSettings"),
     "agl_run.config.sections": (
         "ExperimentConfig",
         "ExperimentSection",

@@ -17,6 +17,7 @@ from agl_run.run.blocking import run_blocking as run_blocking
 from agl_run.run.collector import Collector as Collector
 from agl_run.run.collector import cancel_unfinished as cancel_unfinished
 from agl_run.run.driver import Driver as Driver
+from agl_run.run.fit import fit_plan as fit_plan
 from agl_run.run.running_experiment import open_store as open_store
 from agl_run.run.running_experiment import store_url_of as store_url_of
 from agl_run.run.trainer import Trainer as Trainer

@@ -7,7 +7,7 @@ learner's name in its file.
 from typing import Literal
 
 from agl.contracts import Store
-from agl.schemas import Record
+from agl.schemas import Json, Record
 from agl_inspect.records.shelf import Shelf
 
 Stage = Literal["replay", "approval", "canary", "watch", "suspicion", "accepted", "refused", "withdrawn", "rolled back"]
@@ -106,6 +106,18 @@ class ReplayPair(Record, frozen=True, kw_only=True, omit_defaults=False):
     new: float
     control: float | None = None
     rollouts: list[str] = []
+
+
+class LearningRound(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The tasks of a round of training, which an interrupted round continues with.
+
+    Attributes:
+        train: The training tasks.
+        val: The validation tasks.
+    """
+
+    train: list[Json]
+    val: list[Json]
 
 
 class ServedUnit(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -232,6 +244,7 @@ class LearningRecords:
         control: The wishes of people; a single record.
         candidates: Candidates by id.
         decisions: Decisions by id.
+        rounds: Rounds of training, by :func:`entry_name`.
     """
 
     def __init__(self, name: str) -> None:
@@ -241,6 +254,7 @@ class LearningRecords:
         self.control = Shelf(LearnerControl, f"{base}control/")
         self.candidates = Shelf(LearningCandidate, f"{base}candidates/")
         self.decisions = Shelf(Decision, f"{base}decisions/")
+        self.rounds = Shelf(LearningRound, f"{base}rounds/")
         self._base = base
 
     def pairs(self, candidate: str) -> Shelf[ReplayPair]:

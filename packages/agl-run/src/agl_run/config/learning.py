@@ -4,7 +4,23 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from agl.schemas import Json, Record
+from agl.schemas import Record
+
+
+class SignalSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A signal in ``feedback``: ``{ use = "judge", weight = 0.3 }``.
+
+    Attributes:
+        use: A built-in signal, or the ``use`` of a ``[[reward]]`` of the file.
+        weight: The weight in the mean of the signals; ratings by people have no weight, because they count alone.
+        range: The lowest and the highest value of a rating or score, such as ``[1, 5]`` for stars.
+        phrases: Phrases with which users correct an answer, in addition to the built-in ones.
+    """
+
+    use: str
+    weight: Annotated[float, Meta(gt=0, description="write a weight above 0, such as 0.3")] = 1.0
+    range: tuple[float, float] = (0.0, 1.0)
+    phrases: tuple[str, ...] = ()
 
 
 class ReplaySettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,7 +88,7 @@ class LearnSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     tunes: tuple[str, ...]
-    feedback: tuple[Json, ...] = ("thumbs",)
+    feedback: tuple[str | SignalSettings, ...] = ("thumbs",)
     unit: Literal["user", "conversation"] = "user"
     task: str = ""
     kind: str = ""

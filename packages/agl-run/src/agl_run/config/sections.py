@@ -182,8 +182,8 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         validate_every: Steps between validations; 0 validates only before the first step and after the last.
         validation_limit: The most validation tasks that are used; 0 for all.
         final: The versions that are live at the end: the ``best`` validated ones, or the ``last`` ones.
-        on_collapse: Reaction to a validation reward that is below the best one by more than chance explains, twice in
-            a row: ``rollback`` to the best versions with smaller steps, ``stop``, or ``continue``.
+        on_collapse: Reaction to two validations in a row that are worse than the best one with evidence of 100 to 1:
+            ``rollback`` to the best versions with smaller steps, ``stop``, or ``continue``.
         failed: Treatment of a failed rollout: ``drop`` leaves it out of training, ``penalise`` trains on it with the
             reward ``penalty``.
         missing_reward: Treatment of a rollout without a reward: ``drop`` or ``penalise``, as for ``failed``.
