@@ -26,7 +26,7 @@ import msgspec
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.contracts import ExperimentRecord
 from agl.errors import AglError, ConfigError, NotFoundError, RunError
-from agl.schemas import Json, Record, Resource, Weights
+from agl.schemas import Json, Record, Resource, Weights, to_json
 from agl_inspect.records.learning import LearningRound, entry_name
 from agl_inspect.records.state import load_experiment
 from agl_learn.contracts import Conversation, Proposal
@@ -167,15 +167,20 @@ class TrainerProposer:
 
 
 def round_tasks(conversations: Sequence[Conversation], *, by: Literal["user", "conversation"]) -> LearningRound:
-    """Split conversations into tasks for training and validation; those of one unit stay together.
+    """Split conversations into different tasks for training and validation; those of one unit stay together.
 
-    Every third unit is for validation; a single unit serves for both.
+    Every third unit is for validation, without the tasks that are for training too. If that leaves none, as with a
+    single unit, every third task is for validation.
     """
     units = list(dict.fromkeys(each.unit(by) for each in conversations))
     kept = set(units[1::3])
-    train = [each.task for each in conversations if each.unit(by) not in kept]
-    val = [each.task for each in conversations if each.unit(by) in kept]
-    return LearningRound(train=train, val=val or train)
+    train = {to_json(each.task): each.task for each in conversations if each.unit(by) not in kept}
+    val = {to_json(each.task): each.task for each in conversations if each.unit(by) in kept}
+    apart = [task for key, task in val.items() if key not in train]
+    tasks = list(train.values())
+    if apart or len(tasks) < 2:
+        return LearningRound(train=tasks, val=apart or tasks)
+    return LearningRound(train=[task for at, task in enumerate(tasks) if at % 3 != 1], val=tasks[1::3])
 
 
 def without_words(reward: ComponentConfig) -> ComponentConfig:
