@@ -86,6 +86,7 @@ PLUGINS = {
     "agl-rewards": ["openai>=3,<4"],
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
     "agl-vllm": ["openai>=3,<4"],
+    "agl-learn": ["-e", "packages/agl-algo-apo", "-e", "packages/agl-rewards", "openai>=3,<4"],
     "agl-deploy": [
         *("-e", "packages/agl-console", "-e", "packages/agl-store-postgres", "-e", "packages/agl-vllm"),
         *("-e", "packages/agl-sinks"),
@@ -327,7 +328,7 @@ AROUND = [
     f"packages/{name}/tests"
     for name in (
         *("agl-gateway", "agl-data", "agl-sinks", "agl-rewards", "agl-algo-apo", "agl-console", "agl-store-redis"),
-        *("agl-vllm", "agl-harness"),
+        *("agl-vllm", "agl-harness", "agl-learn"),
     )
 ]
 """Tests of the light packages around the engine."""

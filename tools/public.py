@@ -54,6 +54,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.records.names",
         "agl_inspect.records.shelf",
         "agl_inspect.records.sources",
+        "agl_inspect.records.spending",
         "agl_inspect.records.splits",
         "agl_inspect.records.state",
         "agl_inspect.records.validations",
@@ -98,6 +99,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.testing",
         "agl_objectives.uses",
     ),
+    "agl-replay": ("agl_replay.candidates",),
     "agl-run": (
         "agl_run",
         "agl_run.access",

@@ -344,7 +344,13 @@ def unit(number: int) -> ServedUnit:
     share = 0.2 if number < 20 else 0.5 if number < 40 else 0.9
     ids = [rollout_name(number % 12)] * 2
     return ServedUnit(
-        unit=f"user-{number}", kind="", is_new=is_new, share=share, reward=1.0 if is_new else 0.25, rollouts=ids
+        unit=f"user-{number}",
+        candidate="c1",
+        kind="",
+        is_new=is_new,
+        share=share,
+        reward=1.0 if is_new else 0.25,
+        rollouts=ids,
     )
 
 

@@ -14,15 +14,18 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl.contracts import Store
+from agl import Gate
+from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import AttemptStatus, JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.stores import MemoryStore
 from agl_gateway.traffic.splits import (
+    Placed,
     SplitReport,
     Splitter,
     arm_of,
     check_labels,
+    compare_placed,
     parse_split,
     pins_of,
     place_rollout,
@@ -30,7 +33,7 @@ from agl_gateway.traffic.splits import (
 )
 from agl_inspect.records import labels as labels
 from agl_inspect.records.splits import Pins, ServedSplit, placement_of
-from agl_inspect.statistics import compare, interval
+from agl_inspect.statistics import interval
 from agl_inspect.terminal.program import cli
 from agl_store_sqlite._store import SQLiteStore
 
@@ -220,7 +223,7 @@ def test_report_counts_what_was_placed_between_the_present_versions() -> None:
         candidate.failed,
         candidate.mean,
     )
-    assert pytest.approx(0.8) == report.against["candidate"].policy_improvement_ratio
+    assert pytest.approx(1.2) == report.against["candidate"].policy_improvement_ratio
 
 
 async def finish(store: Store, rollout: Rollout, *, status: AttemptStatus = "succeeded") -> None:
@@ -260,18 +263,86 @@ def test_report_reads_one_experiment_or_all() -> None:
     assert [1.0, 0.0, 0.75] == [report.arms[0].mean for report in reports]
 
 
-def test_error_of_a_report_is_that_of_its_verdicts() -> None:
+def test_report_weighs_each_unit_by_the_share_of_its_arm() -> None:
     old, new = [0.1, 0.2, 0.4], [0.5, 0.9]
 
-    async def body() -> SplitReport:
+    async def body() -> tuple[SplitReport, list[Rollout]]:
         store = MemoryStore()
         await labelled(store, production="prompt@v1", candidate="prompt@v2")
         await serve(store, {"production": old, "candidate": new})
-        return await split_report(store, await pins_of(store, LABELS), error=0.2)
+        return await split_report(store, await pins_of(store, LABELS), error=0.2), await store.rollouts(
+            RolloutQuery(sort="created_at")
+        )
 
-    report = asyncio.run(body())
+    report, rollouts = asyncio.run(body())
+    gate, waiting = Gate(error=0.1), {"production": [*old], "candidate": [*new]}
+    for rollout in rollouts:
+        gate.arrive(waiting[arm_of(rollout)].pop(0), is_new=arm_of(rollout) == "candidate", share=0.5)
+    against = report.against["candidate"]
+    assert against is not None
+    assert (gate.mean, gate.evidence, gate.lower) == (against.difference, against.evidence, against.low)
+    assert (5, 10, 3, 2, True) == (
+        against.pairs,
+        against.threshold,
+        against.old_count,
+        against.new_count,
+        against.is_split,
+    )
     assert [interval(rewards) for rewards in (old, new)] == [(arm.low, arm.high) for arm in report.arms]
-    assert {"candidate": compare(old, new, error=0.2)} == report.against
+
+
+PINS = {"production": {"prompt": "v1"}, "candidate": {"prompt": "v2"}}
+
+
+def placed(
+    number: int, arm: str, reward: float | None, *, shares: dict[str, float] | None = None, **named: str
+) -> Placed:
+    placement = {"arm": arm, "shares": shares or SPLIT.shares, "versions": PINS}
+    return Placed(Rollout(rollout_id=f"r{number}", task=0, metadata={"split": placement, **named}), arm, reward)
+
+
+def test_user_counts_once_by_the_mean_of_all_conversations() -> None:
+    found = [
+        placed(0, "production", 0.2, user="ann"),
+        placed(1, "candidate", 0.9, user="bob"),
+        placed(2, "production", 0.6, user="ann"),
+        placed(3, "production", None, user="ann"),
+        placed(4, "candidate", 0.7, user="ann"),  # the shares grew, and ann came into the other arm
+    ]
+
+    once = compare_placed(found, "production", "candidate", error=0.05)
+
+    alike = [placed(0, "production", 0.4), placed(1, "candidate", 0.9)]
+    same = compare_placed(alike, "production", "candidate", error=0.05)
+    assert once is not None
+    assert same is not None
+    assert (2, 2, 1) == (once.pairs, once.old_count, once.new_count)
+    assert (same.evidence, same.difference, same.low) == (once.evidence, once.difference, once.low)
+
+
+def test_arms_of_a_wider_split_are_compared_in_pairs() -> None:
+    shares = {"production": 0.6, "candidate": 0.2, "canary": 0.2}
+    wide = [placed(n, arm, n / 8, shares=shares) for n, arm in enumerate(["production", "candidate", "canary"] * 2)]
+    narrow = [
+        placed(n, arm, n / 8, shares={"production": 0.75, "candidate": 0.25})
+        for n, arm in enumerate(["production", "candidate", ""] * 2)
+        if arm
+    ]
+
+    found, expected = (compare_placed(each, "production", "candidate", error=0.05) for each in (wide, narrow))
+
+    assert expected == found
+
+
+@pytest.mark.parametrize("named", [{"user": "ann"}, {"user": "ann", "conversation": "other"}])
+def test_all_conversations_of_a_user_get_the_same_arm(named: dict[str, str]) -> None:
+    split = msgspec.structs.replace(SPLIT, versions=PINS)
+    arms = {
+        place_rollout(Rollout(rollout_id=f"r{n}", task=0, metadata=dict(named)), split).resources["prompt"]
+        for n in range(20)
+    }
+
+    assert 1 == len(arms)
 
 
 def test_arm_with_a_single_reward_has_a_mean_and_no_interval() -> None:
@@ -285,7 +356,7 @@ def test_arm_with_a_single_reward_has_a_mean_and_no_interval() -> None:
     production, candidate = report.arms
     assert (0.5, None, None) == (candidate.mean, candidate.low, candidate.high)
     assert interval([0.1, 0.2]) == (production.low, production.high)
-    assert {"candidate": compare([0.1], [0.5])} == report.against
+    assert (3, 1) == (report.against["candidate"].pairs, report.against["candidate"].new_count)
 
 
 def test_report_leaves_out_what_is_unplaced_cancelled_or_placed_between_other_labels() -> None:
@@ -343,9 +414,9 @@ HIGH = [0.8, 0.9, 0.8, 0.9] * 5
 @pytest.mark.parametrize(
     ("rewards", "options", "status", "message"),
     [
-        ({"production": LOW, "candidate": HIGH}, (), 0, "better, evidence 1,717 to 1: difference +0.7000"),
+        ({"production": LOW, "candidate": HIGH}, (), 0, "better, evidence 1,579 to 1: difference +0.6999"),
         ({"production": LOW, "candidate": HIGH}, ("--min-gain", "0.7"), 1, "cannot be told apart"),
-        ({"production": LOW, "candidate": HIGH}, ("--error", "1e-5"), 1, "100,000 to 1 needed"),
+        ({"production": LOW, "candidate": HIGH}, ("--error", "1e-5"), 1, "164,493 to 1 needed"),
         ({"production": LOW, "candidate": LOW}, (), 1, "not shown to be better"),
         ({"production": HIGH, "candidate": LOW}, (), 1, "worse, evidence"),
     ],
@@ -367,7 +438,7 @@ def test_arm_is_promoted_only_at_strong_evidence(
 def test_split_prints_both_arms_and_the_ratio(command: Callable[..., Result]) -> None:
     done = command("split", rewards={"production": LOW, "candidate": HIGH})
     assert "production  20        0       0          0.1500" in done.output
-    assert "candidate against production: better, evidence 1,717 to 1: difference +0.7000" in done.output
+    assert "candidate against production: better, evidence 1,579 to 1: difference +0.6999" in done.output
     assert "policy_improvement_ratio 5.667, 20 and 20" in done.output
     report = json.loads(command("split", "--json").output)
     assert ["prompt"] == report["differing"]

@@ -174,8 +174,8 @@ LOW, HIGH = [0.1, 0.2] * 6, [0.8, 0.9] * 6
     ("rewards", "options", "status", "message"),
     [
         ({"v1": LOW, "v2": HIGH}, (), 0, "better, evidence 46 to 1: difference +0.7000"),
-        ({"v1": LOW, "v2": HIGH}, ("--min-gain", "0.7"), 1, "evidence 1 to 1 for the new version, 20 to 1 needed"),
-        ({"v1": LOW, "v2": HIGH}, ("--error", "0.001"), 1, "1,000 to 1 needed"),
+        ({"v1": LOW, "v2": HIGH}, ("--min-gain", "0.7"), 1, "evidence 1 to 1 for the new version, 33 to 1 needed"),
+        ({"v1": LOW, "v2": HIGH}, ("--error", "0.001"), 1, "1,645 to 1 needed"),
         ({"v1": LOW, "v2": LOW[::-1]}, (), 1, "v2 is not shown to be better than v1: cannot be told apart"),
         ({"v1": HIGH, "v2": LOW}, (), 1, "v2 is not shown to be better than v1: worse"),
         ({"v1": LOW, "v2": [*HIGH[:6], None, None, None]}, (), 1, "9 and 9 rollouts"),
@@ -197,12 +197,24 @@ def test_label_moves_only_at_strong_evidence(
     assert f"labels: production\nlineage: {now}" in run("show", "prompt", now).output
 
 
+def test_each_new_version_needs_stronger_evidence_and_another_look_costs_nothing(run: Callable[..., Result]) -> None:
+    run("promote", "prompt", "v1", rewards={"v1": LOW, "v2": LOW[::-1], "tried": HIGH})
+
+    looks = [
+        run("promote", "prompt", version, "--if-better", *options).output
+        for version, options in [("v2", ()), ("tried", ("--experiment", "e")), ("v2", ()), ("tried", ())]
+    ]
+
+    needed = ["33 to 1", "132 to 1", "33 to 1", "296 to 1"]
+    assert [True] * 4 == [f"{odds} needed" in look for odds, look in zip(needed, looks, strict=True)], looks
+
+
 def test_compare_reports_both_arms_and_the_ratio(run: Callable[..., Result]) -> None:
     done = run("compare", "prompt", "v1", "v2", rewards={"v1": [0.4, 0.6], "v2": [0.7, 0.8, 0.9]})
     assert "v1: mean 0.5000" in done.output
     assert "v2: mean 0.7500" in done.output  # the third reward has no partner
     assert "policy_improvement_ratio 1.500, 2 and 2 rollouts; about" in done.output
-    assert done.output.endswith("rollouts of each would do\nnot paired by task: v1 has no validation with a reward\n")
+    assert done.output.endswith("pairs of rollouts would do\nnot paired by task: v1 has no validation with a reward\n")
 
 
 BETTER = {"v1": [0.1, 0.3, 0.5, 0.7, 0.9], "v2": [0.16, 0.34, 0.55, 0.76, 0.94]}

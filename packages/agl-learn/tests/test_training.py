@@ -155,25 +155,22 @@ def test_tasks_of_one_user_are_either_for_training_or_for_validation() -> None:
     assert (5, 2, set()) == (len(train), len(val), train & val)
 
 
-def test_question_that_many_users_ask_is_one_task_and_only_for_training() -> None:
-    asked = [conversation(number % 4, user=f"u{number}") for number in range(12)]
-    own = conversation(9, user="u1")
+def test_single_user_serves_for_training_and_validation() -> None:
+    tasks = round_tasks([conversation(number, user="ann") for number in range(3)], by="user")
 
-    tasks = round_tasks([*asked, own], by="user")
-
-    assert [each.task for each in (asked[0], asked[2], asked[3], asked[5])] == tasks.train
-    assert [own.task] == tasks.val
-
-
-def test_tasks_of_a_single_user_are_split_one_by_one() -> None:
-    talks = [conversation(number, user="ann") for number in range(3)]
-
-    tasks = round_tasks(talks, by="user")
-
-    assert ([talks[0].task, talks[2].task], [talks[1].task]) == (tasks.train, tasks.val)
+    assert (3, tasks.train) == (len(tasks.train), tasks.val)
 
 
 def test_conversations_of_one_user_are_apart_if_conversations_are_the_units() -> None:
     tasks = round_tasks([conversation(number, user="ann") for number in range(6)], by="conversation")
 
     assert (4, 2) == (len(tasks.train), len(tasks.val))
+
+
+def test_round_has_equal_tasks_once_and_validates_on_others() -> None:
+    conversations = [Conversation(rollout_id=f"r{n}", user=f"u{n}", task={"question": str(n % 4)}) for n in range(12)]
+
+    found = round_tasks(conversations, by="user")
+
+    assert [1, 3] == sorted([len(found.val), len(found.train)])
+    assert [] == [task for task in found.val if task in found.train]

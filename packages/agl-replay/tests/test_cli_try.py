@@ -21,8 +21,8 @@ from agl.schemas import Json, JsonResource, PromptTemplate, ResourceVersion, Rol
 from agl_inspect.ownership import Ownership
 from agl_inspect.terminal.program import cli
 from agl_inspect.versions import read_trials
-from agl_replay.candidates import text_of, unknown_placeholders, with_text
 from agl_replay.trials import TriedRollout, TriedTask, compare_pair
+from agl_run.engine import text_of, unknown_placeholders, with_text
 from agl_run.run.running_experiment import ExperimentLock
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer

@@ -25,6 +25,7 @@ Waudby-Smith et al. 2022, arXiv 2210.10768, for shares that change with time.
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -185,14 +186,13 @@ class Gate:
         return "open" if self.budget is None or self.count < self.budget else "undecidable"
 
     def _bound(self, sign: int) -> float:
-        """Return the largest gain that the differences, times ``sign``, refute, to 1e-6 of the span."""
+        """Return the largest gain that the differences, times ``sign``, refute, to 1e-5 of the span."""
         low, high = -1.0, 1.0
-        while high - low > 1e-6:
+        while high - low > 1e-5:
             middle = (low + high) / 2
-            wealth = _Wealth()
-            for (difference, weight), n in self._seen.items():
-                wealth.bet(_against(sign * difference, weight * middle), times=n)
-            low, high = (middle, high) if wealth.odds >= 1 / self.error else (low, middle)
+            seen = [(_against(sign * d, weight * middle), n) for (d, weight), n in self._seen.items()]
+            logs = [sum([n * math.log1p(bet * d) for d, n in seen]) for bet in BETS]
+            low, high = (middle, high) if _mean_odds(logs) >= 1 / self.error else (low, middle)
         return low * self.span
 
 
@@ -209,18 +209,23 @@ class _Wealth:
     def __init__(self) -> None:
         self._logs = [0.0] * len(BETS)
 
-    def bet(self, difference: float, *, times: int = 1) -> None:
-        self._logs = [log + times * won for log, won in zip(self._logs, _won(difference), strict=True)]
+    def bet(self, difference: float) -> None:
+        self._logs = [log + won for log, won in zip(self._logs, _won(difference), strict=True)]
 
     @property
     def odds(self) -> float:
-        """The mean wealth; at most 1e300."""
-        largest = min(max(self._logs), 690.0)
-        return math.exp(largest) * math.fsum(math.exp(min(log - largest, 0.0)) for log in self._logs) / len(BETS)
+        """The mean wealth."""
+        return _mean_odds(self._logs)
 
     def growth(self, count: int) -> float:
         """Return the mean gain in log wealth of the best bet, for each of ``count`` differences."""
         return max(self._logs) / count
+
+
+def _mean_odds(logs: Sequence[float]) -> float:
+    """Return the mean of wealths, given as logarithms; at most 1e300."""
+    largest = min(max(logs), 690.0)
+    return math.exp(largest) * math.fsum(math.exp(min(log - largest, 0.0)) for log in logs) / len(logs)
 
 
 @lru_cache(10_000)

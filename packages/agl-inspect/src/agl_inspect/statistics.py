@@ -22,19 +22,21 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         verdict: ``better`` or ``worse`` if the evidence for it has reached ``threshold``.
-        difference: Mean difference of the pairs, new minus old.
+        difference: The estimated gain: the mean difference, new minus old.
         low: Lower bound of the difference, wrong with a probability of at most 1 / ``threshold``.
         high: Upper bound of the difference, wrong with a probability of at most 1 / ``threshold``.
         evidence: The odds that the new version is better; 14 means 14 to 1.
         evidence_of_harm: The odds that the new version is worse.
         threshold: The odds from which a verdict follows.
-        pairs: Number of pairs of rewards.
-        needed: About how many pairs would do if the rest is like these, at least one more; ``None`` if no number would.
+        pairs: Number of differences: of tasks, of pairs of rollouts, or of units of a split.
+        needed: About how many of them would do if the rest is like these, at least one more; ``None`` if no number
+            would.
         policy_improvement_ratio: Mean of the new rewards divided by that of the old ones; ``None`` unless the old
             mean is above 0.
-        old_count: Number of old rewards in the pairs.
-        new_count: Number of new rewards in the pairs.
-        paired_tasks: Number of tasks by which rewards were paired; 0 if rollouts were paired in their order.
+        old_count: Number of old rewards that count.
+        new_count: Number of new rewards that count.
+        paired_tasks: Number of tasks by which rewards were paired; 0 if they were not.
+        is_split: Whether a split assigned the versions, so each reward was compared with the usual old one.
     """
 
     verdict: Literal["better", "worse", "undecidable"]
@@ -50,6 +52,7 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     old_count: int
     new_count: int
     paired_tasks: int = 0
+    is_split: bool = False
 
     @property
     def words(self) -> str:
@@ -79,7 +82,7 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     def _rest(self) -> str:
         if self.verdict != "undecidable":
             return ""
-        things = "tasks" if self.paired_tasks else "rollouts of each"
+        things = "tasks" if self.paired_tasks else "users or conversations" if self.is_split else "pairs of rollouts"
         return f"; about {self.needed:,} {things} would do" if self.needed else "; more of the same would not do"
 
 
@@ -138,7 +141,12 @@ def compare_tasks(
 
 
 def comparison_of(
-    gate: Gate, *, means: tuple[float, float], counts: tuple[int, int], paired_tasks: int = 0
+    gate: Gate,
+    *,
+    means: tuple[float, float],
+    counts: tuple[int, int],
+    paired_tasks: int = 0,
+    is_split: bool = False,
 ) -> Comparison:
     """Return the state of a gate as a comparison.
 
@@ -161,6 +169,7 @@ def comparison_of(
         old_count=counts[0],
         new_count=counts[1],
         paired_tasks=paired_tasks,
+        is_split=is_split,
     )
 
 

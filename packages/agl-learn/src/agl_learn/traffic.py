@@ -84,7 +84,7 @@ class StoreTraffic:
             is_newest_first=True,
             after=_FIRST_ID,
             after_value=now - self._settle,
-            limit=PAGE,
+            limit=min(limit, PAGE),
         )
         rated: list[Conversation] = []
         read = 0
@@ -102,10 +102,12 @@ class StoreTraffic:
         fields = {"experiment": CONVERSATIONS, "status": COUNTED, "limit": min(limit or PAGE, PAGE)}
         async for page in pages(self._store, msgspec.structs.replace(query, **fields)):
             for rollout in page:
-                if rollout.created_at > until or count == limit:
+                if rollout.created_at > until:
                     return
-                count += 1
                 yield rollout
+                count += 1
+                if count == limit:
+                    return
 
     async def _read(self, rollouts: Sequence[Rollout], *, now: float, is_first: bool) -> list[Conversation]:
         """Read and rate conversations, given oldest first; return them newest first."""
@@ -198,6 +200,7 @@ def _plain(evidence: Evidence, *, said: str) -> Conversation:
         started_at=rollout.created_at,
         arm=placement.arm if placement else "",
         share=placement.shares.get(placement.arm, 1.0) if placement else 1.0,
+        salt=placement.salt if placement else "",
         versions=dict(rollout.resources),
         question=next(iter(evidence.questions), ""),
         answer=evidence.answer,

@@ -31,9 +31,8 @@ from agl_inspect.records.learning import LearningRound, entry_name
 from agl_inspect.records.state import load_experiment
 from agl_learn.contracts import Conversation, Proposal
 from agl_learn.settings import LearnerFile
-from agl_replay.candidates import TextResource, text_of, with_text
 from agl_run import ExperimentConfig, Quiet, Trainer
-from agl_run.engine import fit_plan
+from agl_run.engine import TextResource, fit_plan, text_of, with_text
 
 _LOG = logging.getLogger("agl_learn")
 
@@ -167,20 +166,20 @@ class TrainerProposer:
 
 
 def round_tasks(conversations: Sequence[Conversation], *, by: Literal["user", "conversation"]) -> LearningRound:
-    """Split conversations into different tasks for training and validation; those of one unit stay together.
+    """Split conversations into different tasks for training and validation.
 
-    Every third unit is for validation, without the tasks that are for training too. If that leaves none, as with a
-    single unit, every third task is for validation.
+    Every third unit is for validation, without the tasks that also others have. If that leaves none, every third task
+    is; a single task serves for both.
     """
     units = list(dict.fromkeys(each.unit(by) for each in conversations))
     kept = set(units[1::3])
     train = {to_json(each.task): each.task for each in conversations if each.unit(by) not in kept}
-    val = {to_json(each.task): each.task for each in conversations if each.unit(by) in kept}
-    apart = [task for key, task in val.items() if key not in train]
-    tasks = list(train.values())
-    if apart or len(tasks) < 2:
-        return LearningRound(train=tasks, val=apart or tasks)
-    return LearningRound(train=[task for at, task in enumerate(tasks) if at % 3 != 1], val=tasks[1::3])
+    others = {to_json(each.task): each.task for each in conversations if each.unit(by) in kept}
+    val = {key: task for key, task in others.items() if key not in train}
+    if not val:
+        val = {key: train[key] for key in list(train)[1::3]}
+        train = {key: task for key, task in train.items() if key not in val}
+    return LearningRound(train=list(train.values()), val=list((val or train).values()))
 
 
 def without_words(reward: ComponentConfig) -> ComponentConfig:

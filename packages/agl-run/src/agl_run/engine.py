@@ -3,6 +3,10 @@
 from agl_run.config.dataset import as_tasks as as_tasks
 from agl_run.config.dataset import check_hidden as check_hidden
 from agl_run.config.dataset import load_dataset as load_dataset
+from agl_run.config.texts import TextResource as TextResource
+from agl_run.config.texts import text_of as text_of
+from agl_run.config.texts import unknown_placeholders as unknown_placeholders
+from agl_run.config.texts import with_text as with_text
 from agl_run.display.progress import default_progress as default_progress
 from agl_run.display.result_text import describe_episode as describe_episode
 from agl_run.messages import value_for_agent as value_for_agent

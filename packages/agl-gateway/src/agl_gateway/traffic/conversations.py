@@ -42,10 +42,10 @@ from agl.tracing import make_reward_span
 from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.traffic.kept_traffic import KeptTraffic
-from agl_gateway.traffic.splits import CONVERSATION, arm_of
+from agl_gateway.traffic.splits import arm_of
 from agl_gateway.wire.problems import Problem, store_away
 from agl_gateway.wire.translation import as_object, opening_of
-from agl_inspect.records.splits import USER
+from agl_inspect.records.splits import CONVERSATION, USER
 from agl_inspect.terminal.query import CONVERSATIONS
 
 _log = logging.getLogger(__name__)

@@ -1,23 +1,26 @@
 """Splits served traffic into arms, each with the resource versions that its label names.
 
 ``production=0.9,candidate=0.1`` gives a tenth of all rollouts to the arm ``candidate``. The arm follows from a hash of
-the id of the conversation, or of the rollout if it is not a conversation, so all gateways decide alike without shared
-state. The first label is the baseline of the comparison. Versions are pinned when the rollout is queued, and recorded
-with its arm; a label that moves later does not affect it.
+the user, else of the conversation, else of the rollout's id, so all gateways decide alike without shared state. The
+first label is the baseline of the comparison. Versions are pinned when the rollout is queued, and recorded with its
+arm; a label that moves later does not affect it.
 
 A gateway without a split of its own serves the one that `agl learn` saves in the store. That split names its versions
-itself, and gives all conversations of a user to one arm.
+itself.
 
-:func:`split_report` compares the rewards of the arms, as evidence for a promotion. It counts rollouts that a split
-assigned while the labels named the same versions as now, so all arms served the same traffic at the same time.
+:func:`split_report` compares the rewards of the arms by the gate, as evidence for a promotion. It counts rollouts that
+a split assigned while the labels named the same versions as now, so all arms served the same traffic at the same time.
 Conversations count from their first call on, other rollouts once they are finished. A failed rollout counts as 0. A
 rollout without a reward is left out, and the report gives the number of such rollouts.
 """
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 
+from agl import Gate
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.schemas import Record, Rollout
@@ -25,7 +28,6 @@ from agl_inspect.records.labels import LABEL
 from agl_inspect.records.splits import (
     KEY,
     SERVED,
-    USER,
     ArmReport,
     Pins,
     Placement,
@@ -33,12 +35,10 @@ from agl_inspect.records.splits import (
     ServedSplit,
     decided,
     placement_of,
+    unit_of,
 )
-from agl_inspect.statistics import Comparison, compare
+from agl_inspect.statistics import Comparison, comparison_of, span_of
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
-
-CONVERSATION = "conversation"
-"""Metadata key under which a rollout stores the id of its conversation."""
 
 _EXAMPLE = "write --split production=0.9,candidate=0.1"
 
@@ -61,7 +61,7 @@ def parse_split(text: str) -> ServedSplit:
     total = sum(shares.values())
     if abs(total - 1.0) > 1e-9:
         raise ConfigError(f"--split {text!r}: the shares add up to {total:g} and must add up to 1; {_EXAMPLE}")
-    return ServedSplit(shares=shares, versions={}, by_user=False)
+    return ServedSplit(shares=shares, versions={})
 
 
 def _share(text: str, label: str, number: str) -> float:
@@ -123,7 +123,7 @@ def place_rollout(rollout: Rollout, split: ServedSplit) -> Rollout:
     names = decided(split.versions)
     if KEY in rollout.metadata or any(name in rollout.resources for name in names):
         return rollout
-    arm = split.arm_of(_unit(rollout, split))
+    arm = split.arm_of(unit_of(rollout, by_user=split.by_user))
     versions = _restricted(split.versions, names)
     placement = Placement(arm=arm, shares=split.shares, versions=versions, salt=split.salt)
     return msgspec.structs.replace(
@@ -131,13 +131,6 @@ def place_rollout(rollout: Rollout, split: ServedSplit) -> Rollout:
         resources={**split.versions[arm], **rollout.resources},
         metadata={**rollout.metadata, KEY: msgspec.to_builtins(placement)},
     )
-
-
-def _unit(rollout: Rollout, split: ServedSplit) -> str:
-    """Return the text that decides the arm: the user, else the conversation, else the rollout."""
-    user, conversation = rollout.metadata.get(USER), rollout.metadata.get(CONVERSATION)
-    named = user if split.by_user and user else conversation
-    return named if isinstance(named, str) else rollout.rollout_id
 
 
 def arm_of(rollout: Rollout) -> str:
@@ -204,32 +197,92 @@ class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     against: dict[str, Comparison | None]
 
 
-async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[str, Sample]:
-    """Return the rewards of each arm, by label; reads the spans of every rollout in the split.
+class Placed(NamedTuple):
+    """A rollout in a split, with its arm and its reward."""
+
+    rollout: Rollout
+    arm: str
+    reward: float | None
+
+
+async def placed_rollouts(store: Store, pins: Pins, *, experiment: str | None) -> list[Placed]:
+    """Return the rollouts in a split, in the order in which they were placed; reads the spans of every one.
 
     Only rollouts whose arms had the versions in ``pins`` count.
     """
-    names, found = decided(pins), {label: Sample() for label in pins}
+    names, found = decided(pins), list[Placed]()
     query = RolloutQuery(experiment=experiment, status=COUNTED, limit=_PAGE)
     if not names:
         return found
     async for page in pages(store, query):
         arms = {r.rollout_id: arm for r in page if is_counted(r) and (arm := _arm(r, pins, names)) is not None}
-        async for rollout, reward in rewards_of(store, list(arms)):
-            found[arms[rollout.rollout_id]].add(rollout, reward)
-    return found
+        found += [Placed(r, arms[r.rollout_id], reward) async for r, reward in rewards_of(store, list(arms))]
+    return sorted(found, key=lambda placed: placed.rollout.created_at)
 
 
 async def split_report(store: Store, pins: Pins, *, experiment: str | None = None, error: float = 0.05) -> SplitReport:
-    """Report the rewards of the arms with the versions in ``pins``, the baseline first."""
-    found = await samples(store, pins, experiment=experiment)
+    """Report the rewards of the arms with the versions in ``pins``, the baseline first.
+
+    ``error`` is the largest probability of a wrong verdict in each comparison.
+    """
+    placed = await placed_rollouts(store, pins, experiment=experiment)
+    samples = {label: Sample() for label in pins}
+    for each in placed:
+        samples[each.arm].add(each.rollout, each.reward)
     between = _restricted(pins, decided(pins))
     baseline, *others = pins
     return SplitReport(
-        arms=[found[label].report(label, between[label]) for label in pins],
+        arms=[samples[label].report(label, between[label]) for label in pins],
         differing=decided(pins),
-        against={label: _compared(found[baseline].rewards, found[label].rewards, error) for label in others},
+        against={label: compare_placed(placed, baseline, label, error=error / 2) for label in others},
     )
+
+
+def compare_placed(
+    placed: Sequence[Placed], old: str, new: str, *, error: float, gain: float = 0.0
+) -> Comparison | None:
+    """Compare two arms of a split by their units; ``None`` if an arm has no reward.
+
+    The rollouts of one user or conversation enter once, by their mean. A user whose arm changed, because the shares
+    did, counts with the first arm.
+
+    Args:
+        placed: The rollouts in the order in which they were placed.
+        old: The label of the first arm.
+        new: The label of the second arm.
+        error: The largest probability of a wrong ``better``, and of a wrong ``worse``.
+        gain: The gain in reward above which the second arm counts as better.
+    """
+    units = _units(placed, old, new)
+    before, after = ([reward for unit in units if unit.arm == label for reward in unit.rewards] for label in (old, new))
+    if not before or not after:
+        return None
+    gate = Gate(error=error, gain=gain, span=span_of([*before, *after]))
+    for unit in units:
+        gate.arrive(fmean(unit.rewards), is_new=unit.arm == new, share=unit.share)
+    means, counts = (fmean(before), fmean(after)), (len(before), len(after))
+    return comparison_of(gate, means=means, counts=counts, is_split=True)
+
+
+class _Unit(NamedTuple):
+    """A user, a conversation or a rollout in one of two arms, with the probability of the second arm."""
+
+    arm: str
+    share: float
+    rewards: list[float]
+
+
+def _units(placed: Sequence[Placed], old: str, new: str) -> list[_Unit]:
+    units: dict[str, _Unit] = {}
+    for each in placed:
+        placement = placement_of(each.rollout)
+        if placement is None or each.arm not in (old, new) or (each.reward is None and each.rollout.status != "failed"):
+            continue
+        share = placement.shares[new] / (placement.shares[new] + placement.shares[old])
+        unit = units.setdefault(unit_of(each.rollout), _Unit(each.arm, share, []))
+        if unit.arm == each.arm:
+            unit.rewards.append(each.reward or 0.0)
+    return list(units.values())
 
 
 def _arm(rollout: Rollout, pins: Pins, names: Sequence[str]) -> str | None:
@@ -244,7 +297,3 @@ def _arm(rollout: Rollout, pins: Pins, names: Sequence[str]) -> str | None:
 def _restricted(pins: Pins, names: Sequence[str]) -> Pins:
     """Return the pins of the resources in ``names`` only."""
     return {label: {name: own[name] for name in names} for label, own in pins.items()}
-
-
-def _compared(old: Sequence[float], new: Sequence[float], error: float) -> Comparison | None:
-    return compare(old, new, error=error) if old and new else None

@@ -16,6 +16,7 @@ from agl.errors import ConfigError
 from agl.hints import count_of
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_inspect.records import labels
+from agl_inspect.records.spending import spend
 from agl_inspect.records.state import DEFERRED
 from agl_inspect.searches import COLUMNS, Candidate, Search, candidates_of, searches_of
 from agl_inspect.terminal.opening import (
@@ -43,7 +44,7 @@ from agl_inspect.versions import (
     shown,
 )
 
-_error = click.FloatRange(0.0, 1.0, min_open=True, max_open=True)
+_error = click.FloatRange(0.0, 0.5, min_open=True)
 _CONDITIONS = frozenset({"error", "min_gain", "experiment"})
 """The parameters of :func:`promote` that have an effect only with ``--if-better``."""
 
@@ -214,7 +215,7 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
     type=_error,
     default=0.05,
     show_default=True,
-    help="Largest probability of promoting a version that is no better.",
+    help="Largest probability that any promotion of the label is to a version that is no better.",
 )
 @click.option("--min-gain", default=0.0, show_default=True, help="The gain above which VERSION counts as better.")
 @click.option(
@@ -236,8 +237,9 @@ def promote(
     """Point a label at VERSION of NAME (a version or another label).
 
     With --if-better, compares the rewards of both versions as agl resources compare does, and moves the label only if
-    the evidence for a gain above --min-gain reaches 1 / --error to 1. For versions that a serving split gives to
-    callers, see agl resources split --promote.
+    the evidence for a gain above --min-gain is strong enough. The promotions of a label share --error, so each new
+    version needs stronger evidence than the one before; looking at a version again costs nothing. For versions that a
+    serving split gives to callers, see agl resources split --promote.
     """
     unused = (
         []
@@ -265,7 +267,9 @@ def promote(
         if present is None:
             raise ConfigError(f"{name!r} has no label {label!r} to be better than; promote once without --if-better")
         old, new = await arms(opened, name, [present.version, chosen], experiment=experiment)
-        numbers = _better(old, new, error=error, gain=min_gain)
+        compared = f"{chosen} against {present.version}{f' in {experiment}' if experiment else ''}"
+        share = await spend(opened, name, label, compared, error=error)
+        numbers = _better(old, new, error=share, gain=min_gain)
         return await labels.move(opened, name, label, chosen, reason=reason or numbers), numbers
 
     made, numbers = store.read(work)
@@ -315,7 +319,7 @@ def compare_(store: Reading, name: str, old: str, new: str, experiment: str | No
 def _better(old: Arm, new: Arm, *, error: float, gain: float) -> str:
     """Return the comparison as text if ``new`` is better than ``old``; raises :class:`ConfigError` otherwise."""
     # A promotion asks for one direction only, which may have the whole error.
-    found, _, _ = compare_arms(old, new, error=min(2 * error, 0.999), gain=gain)
+    found, _, _ = compare_arms(old, new, error=2 * error, gain=gain)
     if found.verdict != "better":
         raise ConfigError(
             f"{new.version} is not shown to be better than {old.version}: {found.words}. "

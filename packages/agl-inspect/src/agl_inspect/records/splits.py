@@ -15,6 +15,9 @@ KEY = "split"
 USER = "user"
 """The key of the user's id in the metadata of a conversation's rollout."""
 
+CONVERSATION = "conversation"
+"""The key of the conversation's id in the metadata of a rollout."""
+
 Pins = dict[str, dict[str, str]]
 """The pinned versions in a split, by label and then by resource."""
 
@@ -48,6 +51,13 @@ def decided(pins: Pins) -> list[str]:
     """Return the names of the resources whose versions differ between the arms; of a single arm, all names."""
     names = dict.fromkeys(name for versions in pins.values() for name in versions)
     return [name for name in names if len(pins) == 1 or len({versions[name] for versions in pins.values()}) > 1]
+
+
+def unit_of(rollout: Rollout, *, by_user: bool = True) -> str:
+    """Return the unit that a split assigns to an arm: the user if it is known, else the conversation or the rollout."""
+    named = rollout.metadata.get(USER) if by_user else None
+    found = named or rollout.metadata.get(CONVERSATION)
+    return found if isinstance(found, str) else rollout.rollout_id
 
 
 def served_facts(rollout: Rollout) -> list[str]:

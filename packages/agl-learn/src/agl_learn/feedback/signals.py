@@ -102,7 +102,7 @@ def abandoned(evidence: Evidence, _settings: SignalSettings) -> Found | None:
         return None
     if evidence.is_cut:
         return Found(0.0, "The user left before the answer was complete.")
-    sentences = re.split(r"[.!?\n]+\s", evidence.answer.strip())
+    sentences = re.split(r"[.!?\n]\s", evidence.answer[-_SHOWN:].strip())
     if sentences[-1].endswith("?") and not has_phrase(sentences[-1], _COURTESIES):
         return Found(0.0, f"The user left without replying to: {short(sentences[-1], _SHOWN)}")
     return Found(1.0)

@@ -28,11 +28,15 @@ def normalised(text: str) -> str:
 def is_same_question(first: str, second: str) -> bool:
     """Return true if two texts ask the same, perhaps in other words: at least half of their telling words agree.
 
-    Telling words are those that are not as common as ``the``; they are compared by their first letters.
+    Telling words are those that are not as common as ``the``; they are compared by their first letters. Texts with
+    different numbers, such as those of two orders, ask different things.
     """
-    one, other = normalised(first), normalised(second)
+    one, other = normalised(first).split(), normalised(second).split()
     if one == other:
         return bool(one)
+    numbers, others = _numbers(one), _numbers(other)
+    if numbers and others and numbers != others:
+        return False
     mine, theirs = _telling(one), _telling(other)
     shared = len(mine & theirs)
     return shared > 0 and 2 * shared >= len(mine | theirs)
@@ -44,5 +48,9 @@ def has_phrase(text: str, phrases: tuple[str, ...]) -> bool:
     return any(f" {normalised(phrase)} " in padded for phrase in phrases if normalised(phrase))
 
 
-def _telling(text: str) -> set[str]:
-    return {word[:_STEM] for word in text.split() if word not in _COMMON}
+def _telling(words: list[str]) -> set[str]:
+    return {word[:_STEM] for word in words if word not in _COMMON}
+
+
+def _numbers(words: list[str]) -> set[str]:
+    return {word for word in words if any(map(str.isdigit, word))}
