@@ -111,6 +111,7 @@ def test_conversation_has_its_user_arm_texts_and_reward(use: Callable[[Work], No
                 rollout_id="c",
                 user="ann",
                 started_at=100.0,
+                salt="c1",
                 arm="candidate",
                 share=0.2,
                 salt="c1",
