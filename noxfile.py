@@ -138,6 +138,10 @@ EXAMPLES = {
     "rooms": ["agl-algo-apo", *PLUGINS["agl-algo-apo"]],
     "mixed": ["agl-algo-apo", "agl-algo-torch", "openai>=3,<4", TORCH, PLOT],
     "harness": ["agl-harness", "agl-algo-torch", TORCH, PLOT],
+    "support": [
+        *("agl-langchain", "agl-algo-apo", "agl-rewards", "agl-learn", "agl-console"),
+        *("langgraph", "langchain-openai", "openai>=3,<4", "httpx>=0.28,<1"),
+    ],
 }
 """Requirements of each example's tests besides the light packages: ours by name, and others."""
 
@@ -671,6 +675,14 @@ def demo(session: nox.Session) -> None:
     tools = environment(session, [*packages, TORCH, "openai>=3,<4", PLOT])
     session.chdir("examples/calc")
     tools.run(session, "python", "demo.py", *session.posargs, variables={"TOKENIZERS_PARALLELISM": "0"})
+
+
+@nox.session
+def demo_learn(session: nox.Session) -> None:
+    """Serve a support agent to scripted customers, whose wish changes, and learn from them; needs no GPU and no key."""
+    tools = environment(session, needs_of("support"))
+    session.chdir("examples/support")
+    tools.run(session, "python", "demo.py")
 
 
 @nox.session
