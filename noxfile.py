@@ -122,6 +122,9 @@ PLOT = "matplotlib>=3.9,<4"
 FITTED = ("optuna>=5,<6", "scikit-learn>=1.7,<2")
 """The extra ``suggest`` of agl-inspect."""
 
+VILLE = "ville==0.1.0"
+"""Another implementation of the gate's bets, for its tests."""
+
 TERMINAL = "pyte>=0.8.2,<1"
 """A terminal emulator, which shows what a person would see."""
 
@@ -338,7 +341,7 @@ def joint(session: nox.Session) -> Environment:
     """The environment of all light packages, in which a change is tested; each has one of its own in ``everything``."""
     named = (*CORE, *(folder.split("/")[1] for folder in AROUND))
     needs = [need for name in PLUGINS if f"packages/{name}/tests" in AROUND for need in PLUGINS[name]]
-    clients = [*CLIENTS, *UNRECORDED, GOOGLE, OTLP_EXPORTER, SCHEMATHESIS, TRUSTME, PLOT, TERMINAL, *FITTED]
+    clients = [*CLIENTS, *UNRECORDED, GOOGLE, OTLP_EXPORTER, SCHEMATHESIS, TRUSTME, PLOT, TERMINAL, VILLE, *FITTED]
     return environment(session, [*ours(*named), *TEST_TOOLS, *clients, *needs])
 
 
@@ -354,7 +357,7 @@ def around(session: nox.Session) -> None:
     pytest(session, joint(session), *AROUND, "worlds", processes=2)
 
 
-CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, *FITTED]
+CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, VILLE, *FITTED]
 """Requirements of the tests of the core and the engine alone."""
 
 
