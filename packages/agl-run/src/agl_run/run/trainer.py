@@ -166,7 +166,6 @@ class Trainer:
             folder=folder,
             **msgspec.structs.asdict(config.experiment),
         )
-        # Only `agl learn` reads this section, so it is no argument of a trainer.
         trainer._config = msgspec.structs.replace(trainer._config, learn=config.learn)
         return trainer
 
