@@ -19,7 +19,7 @@ from agl_learn.settings import LearnerFile
 from agl_learn.traffic import StoreTraffic
 from agl_learn.training import TrainerProposer
 from agl_learn.users import contradicting
-from agl_run import ExperimentConfig
+from agl_run import ExperimentConfig, example_tasks
 from agl_run.engine import build_rewards
 
 SLOWEST_S = 5.0
@@ -59,7 +59,8 @@ def _emitters(file: LearnerFile) -> dict[str, RewardEmitter]:
     wanted = {each if isinstance(each, str) else each.use for each in file.settings.feedback}
     rewards = tuple(each for each in file.config.reward if each.use in wanted)
     config = replace(file.experiment(file.name), reward=rewards)
-    return dict(build_rewards(file.plan(config, train=[], val=[]))) if rewards else {}
+    train, val = example_tasks(config.experiment)
+    return dict(build_rewards(file.plan(config, train=train, val=val))) if rewards else {}
 
 
 async def _tick(learner: Learner, *, say: Callable[[str], None], stopping: asyncio.Event, every_s: float) -> None:
