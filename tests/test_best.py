@@ -358,7 +358,7 @@ def judge(rollout: Rollout, spans: Sequence[Span]) -> float:
 
 def test_rewards_that_break_in_two_validations_are_no_collapse(fit: Callable[..., Any]) -> None:
     progress = Lines()
-    result = fit("0.5", "0.6", "0.7", "0.9", agent=say, rewards=[judge], on_collapse="stop", progress=progress)
+    result = fit("0.8", "0.8", "0.8", "0.9", agent=say, rewards=[judge], on_collapse="stop", progress=progress)
 
     assert 2 == len(progress.about("0.000 (20 of 20 failed)"))
     assert [] == progress.about("has fallen")

@@ -220,8 +220,8 @@ async def test_version_without_a_server_fails_its_own_arm_only(tmp_path, servers
 
 async def rate(gateway: Served, conversation: str, value: float) -> None:
     sent = {"authorization": f"Bearer {CLIENT}", "x-agl-conversation-id": conversation}
-    async with aiohttp.ClientSession() as session:
-        reply = await session.post(f"{gateway.url}/conversations/rate", json={"value": value}, headers=sent)
+    url = f"{gateway.url}/conversations/rate"
+    async with aiohttp.ClientSession() as session, session.post(url, json={"value": value}, headers=sent) as reply:
         assert 200 == reply.status
 
 

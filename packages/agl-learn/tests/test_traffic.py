@@ -2,14 +2,15 @@
 
 import asyncio
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agl.contracts import RewardEmitter, RolloutQuery, Store
+from agl.contracts import RolloutQuery, Store
 from agl.episodes import episode_reward
 from agl.errors import ConfigError
 from agl.schemas import Json, ModelCall, Outcome, Reward, Rollout, Span, new_span_id
@@ -17,9 +18,13 @@ from agl.stores import MemoryStore, all_spans
 from agl_inspect.records.splits import KEY
 from agl_inspect.terminal.query import CONVERSATIONS
 from agl_learn.contracts import Conversation
-from agl_learn.traffic import StoreTraffic
+from agl_learn.settings import LearnerFile
+from agl_learn.traffic import StoreTraffic, traffic_of
 from agl_run import LearnSettings
 from agl_store_sqlite._store import SQLiteStore
+from agl_testing.model_server import Reply, ScriptedModelServer
+
+from .conftest import run_with
 
 SETTLE = 300.0
 Work = Callable[[Store], Awaitable[None]]
@@ -40,10 +45,10 @@ def use(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Work], None
     return run
 
 
-def traffic(store: Store, *, emitters: Mapping[str, RewardEmitter] | None = None, **given: Any) -> StoreTraffic:
+def traffic(store: Store, *, emitters: Any = None, folder: Path | None = None, **given: Any) -> StoreTraffic:
     fields: dict[str, Any] = {"tunes": ("prompt",), "feedback": ("thumbs", "repeated-question"), **given}
     settings = LearnSettings(**fields)
-    return StoreTraffic(store, settings, emitters=emitters, folder=str(Path(__file__).parent))
+    return StoreTraffic(store, settings, emitters=emitters, folder=str(folder or ""))
 
 
 async def served(
@@ -231,36 +236,66 @@ def test_judge_sees_the_task_once_and_not_what_people_rated(use: Callable[[Work]
     use(work)
 
 
-def make_task(conversation: Conversation) -> Json:
-    """A user's function: fails for one question."""
-    if conversation.question == "bad":
-        raise ValueError("no task")
-    return {"ticket": conversation.question}
+JUDGE = """
+feedback = ["judge"]
+
+[policy.critic]
+use = "openai"
+model = "critic"
+base_url = "URL"
+api_key_env = ""
+
+[[reward]]
+use = "judge"
+params = { model = "critic" }
+"""
 
 
-def kind_of(task: Any) -> str:
-    return task["ticket"]
+def test_judge_of_the_file_is_asked_about_the_conversation(folder: Path) -> None:
+    async def work(file: LearnerFile) -> None:
+        await served(file.store, "c", 100.0, "where is my order?", "On its way.")
+        (found,) = await (await traffic_of(file)).settled(after="", after_value=0.0, now=1e6, limit=10)
+        assert 0.7 == found.reward
+
+    with ScriptedModelServer(default=Reply(text="Kind.\nScore: 7")) as critic:
+        asyncio.run(run_with(folder, work, url="memory://", toml=JUDGE.replace("URL", critic.base_url)))
+
+    (asked,) = critic.calls
+    assert b"where is my order?" in asked.body
+    assert b"On its way." in asked.body
+
+
+TICKETS = """
+def task_of(conversation):
+    return {"ticket": conversation.question[conversation.question.index("#"):]}
+
+def kind_of(task):
+    return "short" if len(task["ticket"]) < 4 else "long"
+"""
 
 
 def test_own_functions_make_the_task_and_its_kind(
-    use: Callable[[Work], None], caplog: pytest.LogCaptureFixture
+    use: Callable[[Work], None], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(store: Store) -> None:
-        await served(store, "bad", 100.0, "bad", "Hello.")
-        await served(store, "good", 101.0, "refund", "Hello.")
-        found = traffic(store, task="test_traffic:make_task", kind="test_traffic:kind_of")
+        await served(store, "bad", 100.0, "no number", "Hello.")
+        await served(store, "good", 101.0, "order #12", "Hello.")
+        names = {"task": "tickets_of_users:task_of", "kind": "tickets_of_users:kind_of"}
+        found = traffic(store, emitters=None, folder=tmp_path, **names)
 
         (only,) = await found.settled(after="", after_value=0.0, now=1e6, limit=10)
 
-        assert ({"ticket": "refund"}, "refund") == (only.task, only.kind)
+        assert ({"ticket": "#12"}, "short") == (only.task, only.kind)
         assert ["conversation bad is left out: it cannot become a task"] == caplog.messages
 
+    monkeypatch.delitem(sys.modules, "tickets_of_users", raising=False)
+    (tmp_path / "tickets_of_users.py").write_text(TICKETS, encoding="utf-8")
     use(work)
 
 
 def test_missing_function_is_named() -> None:
-    with pytest.raises(ConfigError, match="test_traffic"):
-        traffic(MemoryStore(), task="test_traffic:make_tsk")
+    with pytest.raises(ConfigError, match=r"the task function.*did you mean 'loads'"):
+        traffic(MemoryStore(), task="json:load_s")
 
 
 def test_damaged_record_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,6 +23,7 @@ from agl_gateway.processes.attempt_facts import PATH, AttemptFacts, AttemptFacts
 from agl_gateway.processes.peers import Group, Peers, Siblings
 from agl_gateway.record.outage import Outage
 from agl_gateway.record.recorder import Recorder
+from agl_gateway.record.redaction import Redaction
 from agl_gateway.record.spool_file import SpoolFile
 from agl_gateway.record.traces import TracesApi
 from agl_gateway.relay.bodies import BodyReader, ByteBudget
@@ -74,11 +75,12 @@ class GatewayService:
         certificate: Makes the gateway listen with TLS only.
         spools: Files for calls that the store does not take at once: the gateway's own first, then those of gateways
             that are gone. Without any, calls wait for the store.
+        redaction: Redacts every span before it is recorded.
         group: The processes of a gateway with several processes.
         listener: A socket that already listens, shared by the group; the address in ``settings`` then only names it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # keyword-only; what each kind of gateway makes for itself
         self,
         *,
         store: Store,
@@ -91,6 +93,7 @@ class GatewayService:
         split: ServedSplit | None = None,
         certificate: Certificate | None = None,
         spools: Sequence[SpoolFile] = (),
+        redaction: Redaction | None = None,
         group: Group | None = None,
         listener: socket.socket | None = None,
     ) -> None:
@@ -103,6 +106,7 @@ class GatewayService:
         self.router = Router(with_distinct_names(upstreams))
         self._split = split
         self._splitter = Splitter(store, split) if arms or split is not None else None
+        self._redaction = redaction or Redaction()
         self._outage = Outage(store, is_watched=bool(spools))
         self._arms = ArmRoutes(store, self.router, outage=self._outage) if arms or split is not None else None
         self._queue = QueueLength(store)
@@ -112,6 +116,7 @@ class GatewayService:
             spools=spools,
             spool_after_s=settings.spool_after_s,
             on_held=self.siblings.held,
+            redaction=self._redaction,
         )
         self._presence = GatewayPresence(
             store=store,
@@ -282,8 +287,16 @@ class GatewayService:
             quotas=quotas,
             reach=self._reach,
             splitter=self._splitter,
+            redaction=self._redaction,
         )
-        traces = TracesApi(store=store, admission=admission, stored=stored, attempts=attempts, quotas=quotas)
+        traces = TracesApi(
+            store=store,
+            admission=admission,
+            stored=stored,
+            attempts=attempts,
+            quotas=quotas,
+            redaction=self._redaction,
+        )
         status = StatusApi(
             admission=admission,
             access=StatusAccess(
@@ -347,6 +360,7 @@ class GatewayService:
             settle=self.peers.settle,
             idle_s=self._settings.conversation_idle_s,
             outage=self._outage,
+            redaction=self._redaction,
             traffic=self._traffic,
         )
 

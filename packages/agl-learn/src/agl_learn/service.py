@@ -5,9 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from msgspec.structs import replace
-
-from agl.contracts import RewardEmitter, Store
+from agl.contracts import Store
 from agl.errors import ConfigError, FencedError, NotFoundError, StoreError
 from agl.schemas import PromptTemplate, Resource, ResourceVersion
 from agl_inspect.ownership import Ownership
@@ -16,11 +14,10 @@ from agl_inspect.retention import parse_duration
 from agl_learn.learner import Learner, Parts
 from agl_learn.replay import TrialReplayer
 from agl_learn.settings import LearnerFile
-from agl_learn.traffic import StoreTraffic
+from agl_learn.traffic import traffic_of
 from agl_learn.training import TrainerProposer
 from agl_learn.users import contradicting
-from agl_run import ExperimentConfig, example_tasks
-from agl_run.engine import build_rewards
+from agl_run import ExperimentConfig
 
 SLOWEST_S = 5.0
 """The most seconds between two ticks."""
@@ -35,7 +32,7 @@ async def run_learner(file: LearnerFile, *, say: Callable[[str], None], stopping
     """
     settle_s = parse_duration(file.settings.settle)
     parts = Parts(
-        traffic=StoreTraffic(file.store, file.settings, folder=str(file.folder), emitters=_emitters(file)),
+        traffic=await traffic_of(file),
         proposer=TrainerProposer(file),
         replayer=TrialReplayer(file),
         contradicting=contradicting,
@@ -52,15 +49,6 @@ async def run_learner(file: LearnerFile, *, say: Callable[[str], None], stopping
             await _tick(learner, say=say, stopping=stopping, every_s=min(max(settle_s / 4, 0.2), SLOWEST_S))
         finally:
             await learner.stop()
-
-
-def _emitters(file: LearnerFile) -> dict[str, RewardEmitter]:
-    """Build the rewards of the experiment that are signals of the learner, by their ``use``."""
-    wanted = {each if isinstance(each, str) else each.use for each in file.settings.feedback}
-    rewards = tuple(each for each in file.config.reward if each.use in wanted)
-    config = replace(file.experiment(file.name), reward=rewards)
-    train, val = example_tasks(config.experiment)
-    return dict(build_rewards(file.plan(config, train=train, val=val))) if rewards else {}
 
 
 async def _tick(learner: Learner, *, say: Callable[[str], None], stopping: asyncio.Event, every_s: float) -> None:

@@ -20,6 +20,8 @@ from agl_inspect.terminal.query import CONVERSATIONS, COUNTED, PAGE, pages
 from agl_learn.contracts import Conversation
 from agl_learn.feedback.evidence import Evidence, evidence_of
 from agl_learn.feedback.rating import EXPLICIT, Feedback, record, said_of
+from agl_learn.settings import LearnerFile
+from agl_replay.rescoring import build_emitters, rewards_plan
 from agl_run import LearnSettings, import_attribute
 
 _log = logging.getLogger(__name__)
@@ -57,8 +59,8 @@ class StoreTraffic:
         self._store = store
         self._feedback = Feedback(settings.feedback, emitters)
         self._settle = parse_duration(settings.settle)
-        self._task = _function(settings.task, folder, "task of a conversation") or _default_task
-        self._kind = _function(settings.kind, folder, "kind of a task") or _no_kind
+        self._task = _function(settings.task, folder, "task function") or _default_task
+        self._kind = _function(settings.kind, folder, "kind function") or _no_kind
 
     async def settled(self, *, after: str, after_value: float, now: float, limit: int) -> Sequence[Conversation]:
         """Return conversations in the order in which they began, from the one after ``after`` on.
@@ -188,6 +190,15 @@ class StoreTraffic:
             spans.append(record(rollout, Reward(value=reward, feedback=plain.said)))
         rated = msgspec.structs.replace(plain, task=task, kind=kind, reward=reward, is_explicit=EXPLICIT in found)
         return rated, spans
+
+
+async def traffic_of(file: LearnerFile) -> StoreTraffic:
+    """Return the traffic of a learner, with the rewards of its experiment that are signals."""
+    signals = {each if isinstance(each, str) else each.use for each in file.settings.feedback}
+    rewards = tuple(each for each in file.config.reward if each.use in signals)
+    config = msgspec.structs.replace(file.config, reward=rewards)
+    emitters = await build_emitters(rewards_plan(config, folder=file.folder, manager=file.manager))
+    return StoreTraffic(file.store, file.settings, folder=str(file.folder), emitters=dict(emitters))
 
 
 def _plain(evidence: Evidence, *, said: str) -> Conversation:

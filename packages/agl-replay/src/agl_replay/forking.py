@@ -67,6 +67,10 @@ async def read_ended(store: Store, rollouts: Sequence[Rollout]) -> list[Recordin
     return await read_finished(store, [one.rollout_id for one in known if one.status in ("succeeded", "failed")])
 
 
+MOST = 1000
+"""The most forks of one call."""
+
+
 class ForkedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The result of one fork.
 
@@ -149,7 +153,7 @@ def _verdict(report: ForkReport, found: Comparison) -> str:
         return f"the forks do better than the recorded run, {odds}, so it went wrong at call {report.call}{later}"
     if found.verdict == "worse":
         return f"the forks do worse than the recorded run, {odds}, which owes its reward to call {report.call}{later}"
-    if found.needed is not None:
+    if found.needed is not None and found.needed <= MOST:
         return (
             f"the forks cannot be told apart from the recorded run: {odds}, and {odds_text(found.threshold)} is "
             f"needed; about {found.needed:,} forks would do, see --n"

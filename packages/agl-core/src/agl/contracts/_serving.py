@@ -96,3 +96,14 @@ class Gateway(Protocol):
 
     async def settle(self, attempt_id: str) -> None:
         """Return once every answered call of the attempt is in the store."""
+
+
+class Redactor(Protocol):
+    """Removes personal data and secrets from texts before a gateway stores them."""
+
+    def redact(self, text: str) -> str:
+        """Return the text without the parts that must not be stored.
+
+        It is called in any thread, for every text of a call, and again for each text that a later call repeats.
+        """
+        ...

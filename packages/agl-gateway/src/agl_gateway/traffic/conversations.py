@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
@@ -41,6 +41,7 @@ from agl.schemas import Outcome, RetryPolicy, Reward, Rollout
 from agl.tracing import make_reward_span
 from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
+from agl_gateway.record.redaction import Redaction
 from agl_gateway.traffic.kept_traffic import KeptTraffic
 from agl_gateway.traffic.splits import arm_of
 from agl_gateway.wire.problems import Problem, store_away
@@ -89,6 +90,7 @@ class Conversations:
         idle_s: Seconds without a call after which a conversation is over.
         clock: Returns Unix seconds, like the store's clock.
         outage: During an outage, known conversations continue, and no other can begin.
+        redaction: Redacts the feedback of ratings.
         traffic: Decides whether a new conversation is recorded; ``None`` to record all.
     """
 
@@ -97,6 +99,7 @@ class Conversations:
     settle: Callable[[str], Awaitable[None]]
     idle_s: float
     outage: Outage
+    redaction: Redaction = field(default_factory=Redaction)
     traffic: KeptTraffic | None = None
     clock: Callable[[], float] = time.time
 
@@ -163,7 +166,8 @@ class Conversations:
             NotFoundError: The conversation never began.
         """
         found = _conversation(await self._read(rollout_id_of(conversation)))
-        await self.store.append_spans([make_reward_span(found.rollout_id, found.attempt_id, reward)])
+        rating = make_reward_span(found.rollout_id, found.attempt_id, reward)
+        await self.store.append_spans(await self.redaction.of([rating]))
         return found
 
     async def end_idle(self) -> int:

@@ -30,7 +30,7 @@ from agl_inspect.terminal.opening import complete_rollout, pass_manager, resolve
 from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table
 from agl_inspect.terminal.query import find
 from agl_inspect.text import short, visible
-from agl_replay.forking import Forked, ForkReport, describe_fork, fork_rollout, judged
+from agl_replay.forking import MOST, Forked, ForkReport, describe_fork, fork_rollout, judged
 from agl_run import load_config
 from agl_run.engine import Plan, can_replay, default_progress, run_blocking
 from agl_run.terminal import make_trainer, store_of
@@ -67,7 +67,7 @@ class ForkPoint(Record, frozen=True, kw_only=True, omit_defaults=False):
 @click.command("fork")
 @click.argument("rollout_id", shell_complete=complete_rollout)
 @click.option("--at", "number", type=click.IntRange(min=1), help="Call to fork at; without it, list the calls.")
-@click.option("--n", "count", type=click.IntRange(1, 1000), default=10, show_default=True, help="Number of forks.")
+@click.option("--n", "count", type=click.IntRange(1, MOST), default=10, show_default=True, help="Number of forks.")
 @click.option(
     "--file", type=click.Path(path_type=Path), help="The experiment file; by default found by name in this folder."
 )

@@ -309,7 +309,7 @@ _NAMES = {"as_json": "--json", "has_console": "--console"}
 
 
 def run_again(file: Path, settings: tuple[str, ...], *flags: str, verb: str = "run") -> str:
-    """Return ``agl run FILE``, or another verb, with the present command's flags and ``--set`` options, and ``flags``."""
+    """Return ``agl run FILE``, or another verb, with the command's own flags and ``--set`` options, and ``flags``."""
     context = click.get_current_context()
     # The proposed command repeats the person's own options, so that it can be pasted.
     before = _given(context.find_root(), _OF_AGL)
