@@ -9,15 +9,16 @@ import pytest
 from click.testing import CliRunner
 
 from agl import PluginManager
-from agl.contracts import Redactor, RolloutQuery, Store
+from agl.contracts import REDACTED, Redactor, RolloutQuery, Store
 from agl.episodes import build_episode
 from agl.errors import UnknownComponentError
 from agl.schemas import Reward, Span, new_span_id
 from agl.stores import all_spans
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_gateway.record.redaction import REDACTED, Patterns
+from agl_gateway.record.redaction import Patterns
 from agl_gateway.service import GatewayService
+from agl_inspect.rollouts.explanations import explain
 from agl_inspect.terminal.program import cli
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer, ToolCall
@@ -130,8 +131,12 @@ async def test_only_a_redacted_call_loses_its_token_ids(stage: StageFactory) -> 
         )
         (rollout,) = await it.store.rollouts(RolloutQuery(ids=(attempt_id.rpartition(".")[0],)))
         (attempt,) = await it.store.attempts(rollout.rollout_id)
-        episode = build_episode(rollout, attempt, await all_spans(it.store, rollout.rollout_id))
+        spans = await all_spans(it.store, rollout.rollout_id)
+        episode = build_episode(rollout, attempt, spans)
         assert ["", "missing_token_ids"] == [call.reject for call in episode.transitions]
+        assert "missing_token_ids: A redactor changed the call before it was recorded" in "\n".join(
+            explain(episode, spans)
+        )
 
 
 async def test_spool_holds_no_text_that_the_store_would_not(serving: ServiceFactory, tmp_path: Path) -> None:

@@ -219,6 +219,19 @@ def test_excluded_users_do_not_count() -> None:
     assert any("u0" in line for line in customers.said)
 
 
+def test_user_stays_excluded_while_the_ratings_contradict() -> None:
+    def contradicting(past: Sequence[Conversation]) -> dict[str, str]:
+        return {"u0": "reports the opposite"} if sum(each.user == "u0" for each in past) > 11 else {}
+
+    customers = serving({"old": 0.5})
+    customers.users, customers.contradicting = 20, contradicting
+
+    learner = run(customers, 500)
+
+    assert learner.state.rounds > 10
+    assert {"u0": "reports the opposite"} == learner.state.excluded
+
+
 def test_every_change_of_the_users_is_dated() -> None:
     def liked(version: str, kind: str, number: int) -> float:
         return (0.9, 0.6, 0.2)[number // 300]

@@ -94,7 +94,12 @@ async def recorded(store: Store, name: str) -> list[Reward]:
 
 def test_conversation_has_its_user_arm_texts_and_reward(use: Callable[[Work], None]) -> None:
     async def work(store: Store) -> None:
-        placement: Json = {"arm": "candidate", "shares": {"production": 0.8, "candidate": 0.2}, "versions": {}}
+        placement: Json = {
+            "arm": "candidate",
+            "shares": {"production": 0.8, "candidate": 0.2},
+            "versions": {},
+            "salt": "c1",
+        }
         await served(store, "c", 100.0, "hi", "Hello.", "and now?", "Bye.", user="ann", metadata={KEY: placement})
         await rate(store, "c", 0.25, "too short")
 
@@ -106,6 +111,7 @@ def test_conversation_has_its_user_arm_texts_and_reward(use: Callable[[Work], No
                 rollout_id="c",
                 user="ann",
                 started_at=100.0,
+                salt="c1",
                 arm="candidate",
                 share=0.2,
                 task={"question": "hi", "said": said},

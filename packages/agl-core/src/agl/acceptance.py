@@ -154,11 +154,11 @@ class Gate:
         differences = f"{self.count:,} difference{'' if self.count == 1 else 's'}"
         gain = f"gain {self.mean:+.3f}, from {self.lower:+.3f} to {self.upper:+.3f}"
         if self.verdict == "better":
-            return f"better, {odds_text(self.evidence)}: {gain}, {differences}"
+            return f"better, evidence {odds_text(self.evidence)}: {gain}, {differences}"
         if self.verdict == "worse":
-            return f"worse, {odds_text(self.evidence_of_harm)}: {gain}, {differences}"
+            return f"worse, evidence {odds_text(self.evidence_of_harm)}: {gain}, {differences}"
         needed = "no number would do" if self.needed is None else f"about {max(self.needed, self.count + 1):,} would do"
-        return f"cannot be told apart, {odds_text(self.evidence)}: {gain}, {differences}; {needed}"
+        return f"cannot be told apart, evidence {odds_text(self.evidence)}: {gain}, {differences}; {needed}"
 
     def _add(self, difference: float, weight: float) -> Verdict:
         self.count += 1

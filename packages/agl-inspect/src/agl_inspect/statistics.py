@@ -186,12 +186,11 @@ def span_of(rewards: Sequence[float]) -> float:
     return 1.0 if low == high or 0 <= low <= high <= 1 else high - low
 
 
-def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the ends of Student's interval of the values' mean; infinite for fewer than two values."""
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of Student's 95 % interval of the values' mean; infinite for fewer than two values."""
     if len(values) < 2:
         return -math.inf, math.inf
-    quantile = student_quantile(0.5 + _checked(confidence) / 2, len(values) - 1)
-    width = quantile * math.sqrt(variance(values) / len(values))
+    width = student_quantile(0.975, len(values) - 1) * math.sqrt(variance(values) / len(values))
     return fmean(values) - width, fmean(values) + width
 
 
@@ -240,9 +239,3 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
 
 def _away(value: float, tiny: float) -> float:
     return value if abs(value) > tiny else tiny
-
-
-def _checked(confidence: float) -> float:
-    if not 0.0 < confidence < 1.0:
-        raise ConfigError(f"the confidence {confidence} is not between 0 and 1; give one such as 0.95")
-    return confidence

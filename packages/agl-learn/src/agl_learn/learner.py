@@ -361,8 +361,7 @@ class Learner:
         if self._work is not None or not (self.state.is_learning or (is_due and not control.is_paused)):
             return
         if not self.state.is_learning:
-            history = await self._history()
-            excluded = dict(self._parts.contradicting(history))
+            excluded = dict(self._parts.contradicting(await self._recent()))
             for user in sorted(excluded.keys() - self.state.excluded.keys()):
                 self._parts.say(f"the feedback of {user!r} does not count any more: {excluded[user]}")
             self._set(
@@ -499,13 +498,15 @@ class Learner:
 
     async def _history(self) -> list[Conversation]:
         """Return rated conversations, newest first, with at most `per_user` of each user: half of them the newest."""
-        memory, per_user = self._settings.memory, self._settings.per_user
-        recent = await self._parts.traffic.recent(now=self._parts.clock(), limit=4 * memory)
-        recent = [each for each in recent if each.started_at >= self.state.changed_at]
-        kept = limit_per_user([each for each in recent if each.user not in self.state.excluded], per_user)
+        memory, excluded = self._settings.memory, self.state.excluded
+        recent = [each for each in await self._recent() if each.started_at >= self.state.changed_at]
+        kept = limit_per_user([each for each in recent if each.user not in excluded], self._settings.per_user)
         newest, older = kept[: memory // 2], kept[memory // 2 :]
         step = max(1, -(-len(older) // (memory - memory // 2)))
         return [*newest, *older[::step]]
+
+    async def _recent(self) -> Sequence[Conversation]:
+        return await self._parts.traffic.recent(now=self._parts.clock(), limit=4 * self._settings.memory)
 
     def _is_held_out(self, conversation: Conversation) -> bool:
         """Return whether a conversation is replayed; the others are trained on. A user's are on one side."""

@@ -209,6 +209,7 @@ def _plain(evidence: Evidence, *, said: str) -> Conversation:
         rollout_id=rollout.rollout_id,
         user=_user(rollout),
         started_at=rollout.created_at,
+        salt=placement.salt if placement else "",
         arm=placement.arm if placement else "",
         share=placement.shares.get(placement.arm, 1.0) if placement else 1.0,
         versions=dict(rollout.resources),

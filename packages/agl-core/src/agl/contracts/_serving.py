@@ -98,6 +98,10 @@ class Gateway(Protocol):
         """Return once every answered call of the attempt is in the store."""
 
 
+REDACTED = "the call was redacted, and token ids would reveal the texts"
+"""Value of ``ids_missing`` in a :class:`~agl.schemas.ModelCall` that a redactor changed."""
+
+
 class Redactor(Protocol):
     """Removes personal data and secrets from texts before a gateway stores them."""
 

@@ -13,12 +13,9 @@ from typing import Any, cast
 import msgspec
 
 from agl import PluginManager, semconv
-from agl.contracts import Redactor
+from agl.contracts import REDACTED, Redactor
 from agl.schemas import Json, ModelCall, Span
 from agl.tracing import redact
-
-REDACTED = "the call was redacted, and token ids would reveal the texts"
-"""The reason why a redacted call has no token ids."""
 
 _FIELDS = frozenset({"id", "model", "object"})
 """Top-level fields of requests and responses that stay as they are."""
