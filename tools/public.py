@@ -100,6 +100,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.testing",
         "agl_objectives.uses",
     ),
+    "agl-replay": ("agl_replay.rescoring",),
     "agl-run": (
         "agl_run",
         "agl_run.access",
