@@ -71,7 +71,8 @@ def run_(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
     """Run the learner of FILE; agl learn FILE does the same."""
     # Imported here, because the other commands need neither training nor replays.
     from agl_learn.service import run_learner
-    from agl_learn.settings import LearnerFile, learner_of
+    from agl_learn.settings import LearnerFile
+    from agl_run import learner_of
 
     config, plugins = read_experiment(file, settings, manager=manager)
     name, chosen = learner_of(config)
