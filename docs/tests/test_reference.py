@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import click
 import msgspec
 import pytest
-from agl_run.config.learn import GateSettings, LearnSettings
 
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.contracts import Store
@@ -17,6 +16,7 @@ from agl.schemas import Record
 from agl_inspect.terminal.program import Modes, cli
 from agl_run.config import sections as config
 from agl_run.config.file import ONE_OR_SEVERAL
+from agl_run.config.learning import GateSettings, LearnSettings
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 RECORDS: dict[str, Any] = {
