@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import click
 import msgspec
 import pytest
-from agl_run.config.learn import GateSettings, LearnSettings
 
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.contracts import Store
@@ -17,6 +16,7 @@ from agl.schemas import Record
 from agl_inspect.terminal.program import Modes, cli
 from agl_run.config import sections as config
 from agl_run.config.file import ONE_OR_SEVERAL
+from agl_run.config.learning import GateSettings, LearnSettings
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 RECORDS: dict[str, Any] = {
@@ -111,9 +111,10 @@ def test_experiment_file_has_every_section():
 
 
 def test_experiment_file_has_every_key_of_a_learner():
-    gate = msgspec.to_builtins(GateSettings())
-    nested = [f"{key}.{name}" for key in ("replay", "canary") for name in gate[key]]
-    expected = [*LearnSettings.__struct_fields__, *nested, *(key for key in gate if key not in ("replay", "canary"))]
+    gate = GateSettings()
+    parts = {key: getattr(gate, key) for key in gate.__struct_fields__}
+    nested = [f"{key}.{name}" for key in ("replay", "canary") for name in parts[key].__struct_fields__]
+    expected = [*LearnSettings.__struct_fields__, *nested, *(key for key in parts if key not in ("replay", "canary"))]
 
     assert expected == [key.strip("`") for key, *_ in rows(sections("experiment-file.md")[LEARNER])]
 
