@@ -328,6 +328,8 @@ class Learner:
         if way is None:
             await self._take_label()
             await self._propose(control)
+        elif control.is_paused:
+            return
         elif way.stage == "replay":
             await self._continue_replay(way)
         elif way.stage == "approval" and way.candidate.id in control.approved:
