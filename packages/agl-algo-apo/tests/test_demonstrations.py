@@ -196,7 +196,7 @@ def test_demonstrations_teach_what_no_feedback_says(optimize: Optimize) -> None:
     world = demonstrable(2)
     without, run = (optimize(world, budget=700, demonstrations={"most": n}, folder=f"run{n}", seed=2) for n in (0, 4))
     assert world.gap_closed(without.best) < 0.6
-    assert world.gap_closed(run.best) > 0.95
+    assert world.gap_closed(run.best) > 0.85
     assert not [row for row in without.lineage if row.get("demonstrations") or HEADING in row["texts"]["clerk_prompt"]]
     assert HEADING in run.best["clerk_prompt"]
     assert len(run.paid) <= 700

@@ -12,7 +12,7 @@ The error is spent over the run: with a probability of at least 1 - `scoring.err
 better than the first prompt. Every candidate that races has a chance to be called better by luck, so each has its
 share. With j the candidate's number, in order of their first race:
 
-    share = error_for(b) / B,  b = ceil(j / B),  B = 10          the shares add up to error for any number of candidates
+    share = error_for(b) / B,  b = ceil(j / B),  B = 5           the shares add up to error for any number of candidates
 
 Equal shares within a block of B: the first candidates are rarely good enough for a proof, so shares that fall with
 every candidate would be spent before they can buy one. The order of the candidates is part of the search's progress,
@@ -22,8 +22,8 @@ Why the rival is the first prompt and not the best candidate so far: on 24 tasks
 reward on every third task has evidence of 3 to 1, even without noise. No error worth the name can be spent on that, and
 the search would stand still. Against the first prompt the gains of all repairs add up.
 
-Limit: the choice of parents depends on validation tasks, so candidates are not quite independent of them. The final
-measurement uses tasks that chose nothing.
+Limits: the choice of parents depends on validation tasks, so candidates are not quite independent of them; and a task
+that runs again changes a difference that was bet on before. The final measurement uses tasks that chose nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from agl_algo_apo.search.tools import SearchTools
     from agl_algo_apo.texts.lineage import PromptCandidate
 
-BLOCK = 10
+BLOCK = 5
 """Candidates that share their part of the error equally, B."""
 
 
