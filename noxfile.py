@@ -86,6 +86,7 @@ PLUGINS = {
     "agl-rewards": ["openai>=3,<4"],
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
     "agl-vllm": ["openai>=3,<4"],
+    "agl-learn": ["-e", "packages/agl-algo-apo", "-e", "packages/agl-rewards", "openai>=3,<4"],
     "agl-deploy": [
         *("-e", "packages/agl-console", "-e", "packages/agl-store-postgres", "-e", "packages/agl-vllm"),
         *("-e", "packages/agl-sinks"),
@@ -121,6 +122,9 @@ PLOT = "matplotlib>=3.9,<4"
 FITTED = ("optuna>=5,<6", "scikit-learn>=1.7,<2")
 """The extra ``suggest`` of agl-inspect."""
 
+VILLE = "ville==0.1.0"
+"""Another implementation of the gate's bets, for its tests."""
+
 TERMINAL = "pyte>=0.8.2,<1"
 """A terminal emulator, which shows what a person would see."""
 
@@ -134,6 +138,10 @@ EXAMPLES = {
     "rooms": ["agl-algo-apo", *PLUGINS["agl-algo-apo"]],
     "mixed": ["agl-algo-apo", "agl-algo-torch", "openai>=3,<4", TORCH, PLOT],
     "harness": ["agl-harness", "agl-algo-torch", TORCH, PLOT],
+    "support": [
+        *("agl-langchain", "agl-algo-apo", "agl-rewards", "agl-learn", "agl-console"),
+        *("langgraph", "langchain-openai", "openai>=3,<4", "httpx>=0.28,<1"),
+    ],
 }
 """Requirements of each example's tests besides the light packages: ours by name, and others."""
 
@@ -323,7 +331,7 @@ AROUND = [
     f"packages/{name}/tests"
     for name in (
         *("agl-gateway", "agl-data", "agl-sinks", "agl-rewards", "agl-algo-apo", "agl-console", "agl-store-redis"),
-        *("agl-vllm", "agl-harness"),
+        *("agl-vllm", "agl-harness", "agl-learn"),
     )
 ]
 """Tests of the light packages around the engine."""
@@ -333,7 +341,7 @@ def joint(session: nox.Session) -> Environment:
     """The environment of all light packages, in which a change is tested; each has one of its own in ``everything``."""
     named = (*CORE, *(folder.split("/")[1] for folder in AROUND))
     needs = [need for name in PLUGINS if f"packages/{name}/tests" in AROUND for need in PLUGINS[name]]
-    clients = [*CLIENTS, *UNRECORDED, GOOGLE, OTLP_EXPORTER, SCHEMATHESIS, TRUSTME, PLOT, TERMINAL, *FITTED]
+    clients = [*CLIENTS, *UNRECORDED, GOOGLE, OTLP_EXPORTER, SCHEMATHESIS, TRUSTME, PLOT, TERMINAL, VILLE, *FITTED]
     return environment(session, [*ours(*named), *TEST_TOOLS, *clients, *needs])
 
 
@@ -349,7 +357,7 @@ def around(session: nox.Session) -> None:
     pytest(session, joint(session), *AROUND, "worlds", processes=2)
 
 
-CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, *FITTED]
+CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, VILLE, *FITTED]
 """Requirements of the tests of the core and the engine alone."""
 
 
@@ -667,6 +675,14 @@ def demo(session: nox.Session) -> None:
     tools = environment(session, [*packages, TORCH, "openai>=3,<4", PLOT])
     session.chdir("examples/calc")
     tools.run(session, "python", "demo.py", *session.posargs, variables={"TOKENIZERS_PARALLELISM": "0"})
+
+
+@nox.session
+def demo_learn(session: nox.Session) -> None:
+    """Serve a support agent to scripted customers, whose wish changes, and learn from them; needs no GPU and no key."""
+    tools = environment(session, needs_of("support"))
+    session.chdir("examples/support")
+    tools.run(session, "python", "demo.py")
 
 
 @nox.session

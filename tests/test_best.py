@@ -168,15 +168,15 @@ async def saved_state(store: Store) -> dict[str, Any]:
 
 
 def test_every_validated_version_keeps_its_score(fit: Callable[..., Any], tmp_path: Path) -> None:
-    fit("0.5", "0.9", "0.4")
+    fit("0.2", "0.9", "0.1")
 
     scores = look(tmp_path, lambda store: store.scores("prompt"))
 
     assert [
         ("kept-1-initial", 0.1),
-        ("kept-1-scripted-1", 0.5),
+        ("kept-1-scripted-1", 0.2),
         ("kept-1-scripted-2", 0.9),
-        ("kept-1-scripted-3", 0.4),
+        ("kept-1-scripted-3", 0.1),
     ] == [(score.version, pytest.approx(score.mean)) for score in scores]
     assert {("validation", TASKS)} == {(score.how, score.n) for score in scores}
     assert all(score.low < score.mean < score.high for score in scores)
@@ -208,6 +208,16 @@ def test_fresh_rollouts_decide_between_versions_that_are_close(fit: Callable[...
     ]
     [said] = progress.about("fresh rollouts decide")
     assert said.startswith("validation rewards that are close to each other: 0.800 after step 1, 0.750 after step 2,")
+
+
+def test_last_version_takes_part_in_the_fresh_measurement_unless_it_has_fallen(fit: Callable[..., Any]) -> None:
+    progress = Lines()
+    result = fit("0.85/0.40", "0.80/0.50", "0.75/0.60", "0.70/0.70", progress=progress)
+
+    assert ({"prompt": "kept-1-scripted-4"}, 0.7, None) == (result.resources, result.after, result.kept_step)
+    assert ["after step 1: 0.400", "after step 2: 0.500", "after step 4: 0.700"] == [
+        line.removeprefix("fresh rollouts of the versions ") for line in progress.about("fresh rollouts of")
+    ]
 
 
 def test_best_last_version_costs_no_further_rollouts(fit: Callable[..., Any], tmp_path: Path) -> None:
@@ -259,7 +269,7 @@ def test_first_fall_is_told_and_the_second_in_a_row_goes_back(fit: Callable[...,
     first, second = progress.about("has fallen")
     assert "if the next validation shows that too, training goes back to the best versions" in first
     assert (
-        "the validation reward has fallen: 0.100 after step 3, and 0.900 after step 1, by more than chance explains, "
+        "the validation reward has fallen: 0.100 after step 3, and 0.900 after step 1, evidence 2,820 to 1, "
         "twice in a row: back to the versions after step 1; reversible: 0.5 times the configured learning rate"
     ) == second
     alerts = look(tmp_path, lambda store: read_alerts(store, "kept", 1))
@@ -293,7 +303,7 @@ def test_every_further_collapse_halves_the_steps_until_the_run_stops(fit: Callab
     ("use", "chosen", "steps", "said"),
     [
         ("scripted", "rollback", 3, "scripted cannot continue from an earlier state; the run stops"),
-        ("reversible", "stop", 3, "by more than chance explains, twice in a row; the run stops"),
+        ("reversible", "stop", 3, "evidence 2,820 to 1, twice in a row; the run stops"),
         ("reversible", "continue", 4, 'training goes on, because on_collapse is "continue"'),
     ],
 )
@@ -348,7 +358,7 @@ def judge(rollout: Rollout, spans: Sequence[Span]) -> float:
 
 def test_rewards_that_break_in_two_validations_are_no_collapse(fit: Callable[..., Any]) -> None:
     progress = Lines()
-    result = fit("0.5", "0.6", "0.7", "0.9", agent=say, rewards=[judge], on_collapse="stop", progress=progress)
+    result = fit("0.8", "0.8", "0.8", "0.9", agent=say, rewards=[judge], on_collapse="stop", progress=progress)
 
     assert 2 == len(progress.about("0.000 (20 of 20 failed)"))
     assert [] == progress.about("has fallen")
@@ -395,7 +405,7 @@ def solve(task: int, prompt: PromptTemplate, rollout: Rollout) -> float:
     return float(task < float(share) * TASKS)
 
 
-texts = ["0.80/0.40", "0.75/0.70", "0.1", "0.1", "0.7/0.60", "0.65", "0.3"]
+texts = ["0.80/0.40", "0.75/0.70", "0.1", "0.1", "0.7/0.60", "0.65", "0.2"]
 result = agl.Trainer(
     name="kept",
     algorithm=algorithm("reversible", tunes="prompt", texts=texts, dies_in=sys.argv[1]),
@@ -435,7 +445,7 @@ def test_run_that_is_killed_ends_as_one_that_is_not(
     assert 0 == done.returncode, done.stderr
     assert 1 == (said + done.stdout).count("back to the versions after step 1")
     assert "the versions are the same" not in said + done.stdout  # it remembers that it went back
-    expected = "result 0.0 0.7 0.3 2 0.8 {'prompt': 'kept-1-reversible-2'} {'reversible': 7}"
+    expected = "result 0.0 0.7 0.2 2 0.8 {'prompt': 'kept-1-reversible-2'} {'reversible': 7}"
     assert expected == done.stdout.splitlines()[-1]
     assert "kept-1-reversible-2" == look(tmp_path, best_version)
     assert {"step": 7, "rate": 0.5, "from": 1} == look(tmp_path, saved_state)["state"]

@@ -180,17 +180,17 @@ def run_file(folder: Path, agl_plugins: PluginFolder, *options: str, best: str, 
         ("best", "nothing", ""),
     ],
 )
-def test_run_says_when_its_end_is_worse_than_its_start_or_its_best(
+def test_run_says_when_its_end_is_below_its_start_or_its_best(
     final: str, best: str, place: str, log: Log, agl_plugins: PluginFolder, tmp_path: Path
 ) -> None:
     done = run_file(tmp_path, agl_plugins, "--set", f"experiment.final={final}", best=best)
 
     assert 0 == done.returncode, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "worse" in line or "not the best" in line]
+    lines = [line for line in done.stdout.splitlines() if "below the highest" in line or "not the best" in line]
     expected = {
         "best": f"the last step was not the best: validation reward 0.000 after it, 1.000 {place}; "
         "the versions of then are live, and have the label best",
-        "last": f"the end is worse than the best: validation reward 0.000 now, 1.000 {place}; "
+        "last": f"the last validation reward, 0.000, is below the highest one, 1.000 {place}; "
         "agl resources list shows the versions of every step",
     }
     assert [expected[final]] * bool(place) == lines

@@ -12,7 +12,10 @@ from tools.public import ROOT
 from tools.release import needs_of, projects
 
 TARGET = ROOT / "docs/explanation/architecture.svg"
-CONTRACTS = ("tracer", "reward", "store", "algorithm", "credit", "runner", "policy", "gateway", "exporter", "command")
+CONTRACTS = (
+    *("tracer", "reward", "store", "algorithm", "credit", "runner", "policy"),
+    *("gateway", "redactor", "exporter", "command"),
+)
 
 _WIDTH, _LEFT, _RIGHT, _BOX, _HIGH, _STEP, _TOP = 760, 120, 580, 150, 28, 40, 60
 _COLOURS = {"package": ("#dbeafe", "#3b82f6"), "contract": ("#dcfce7", "#16a34a")}

@@ -6,6 +6,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from agl import semconv
 from agl.contracts import CallUse, ExperimentRecord, LabelMove, Metric, Moments, Presence, Store, VersionScore
 from agl.schemas import (
@@ -24,6 +26,17 @@ from agl.schemas import (
     pack_ids,
     to_builtins,
     to_json,
+)
+from agl_inspect.learning import decision_of, replay_gates
+from agl_inspect.records.learning import (
+    GateRules,
+    LearnerState,
+    LearningCandidate,
+    LearningRecords,
+    Move,
+    ReplayPair,
+    ServedUnit,
+    entry_name,
 )
 from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, add_tallies
 
@@ -251,9 +264,11 @@ def tried() -> bytes:
     """Return the record that ``agl resources try`` stores of a trial of two versions."""
     first = {"version": "first", "mean": 0.5, "low": 0.4, "high": 0.6, "tasks": 20}
     other = {"version": "sums-1-grpo-2", "mean": 0.62, "low": 0.5, "high": 0.74, "tasks": 20}
-    paired = {"difference": 0.12, "difference_low": 0.02, "difference_high": 0.22, "paired": 20, "verdict": "better"}
+    ends = {"difference": 0.12, "low": 0.02, "high": 0.22, "evidence": 44.0, "evidence_of_harm": 0.1}
+    counts = {"threshold": 40.0, "pairs": 20, "needed": 18, "old_count": 20, "new_count": 20, "paired_tasks": 20}
+    compared = {"verdict": "better", "policy_improvement_ratio": 1.24, **ends, **counts}
     about = {"experiment": "sums-try", "resource": "style", "source": "20 of 40 validation tasks"}
-    return to_json({"time": START_NS / 1e9, **about, "scores": [first, {**other, **paired}]})
+    return to_json({"time": START_NS / 1e9, **about, "scores": [first, {**other, "comparison": compared}]})
 
 
 def tallies(steps: int) -> list[StepTally]:
@@ -271,6 +286,72 @@ def tallies(steps: int) -> list[StepTally]:
         found.append(StepTally(algorithm="grpo", step=step, mode="train", rollouts=4, agents=tuple(agents), **ends))
     others = AgentTally(agent="", rollouts=9, calls=9, tokens=900)
     return [*found, StepTally(algorithm="validate", step=0, mode="val", rollouts=9, agents=(others,))]
+
+
+async def learn(store: Store) -> None:
+    """Record a learner as `agl learn` does: a promoted candidate, and one with hostile texts that is refused."""
+    records = LearningRecords("support")
+    moves = [
+        Move(stage="replay", at=1_700_000_000.0, share=0.0, reason="proposed by apo"),
+        Move(stage="canary", at=1_700_000_060.0, share=0.2, reason="better in the replay"),
+        Move(stage="canary", at=1_700_000_120.0, share=0.5, reason="no harm so far", first=20),
+        Move(stage="watch", at=1_700_000_180.0, share=0.9, reason="promoted", first=40),
+    ]
+    good = candidate(1, moves)
+    bad = candidate(2, [moves[0], Move(stage="refused", at=1_700_000_300.0, share=0.0, reason=HOSTILE)])
+    pairs = [
+        ReplayPair(unit=f"user-{n}", kind="", old=0.0, new=1.0, rollouts=[rollout_name(n % 12)]) for n in range(30)
+    ]
+    units = [unit(n) for n in range(60)]
+    replay = replay_gates(good.rules, number=1, pairs=pairs)["replay"]
+    harm = replay_gates(bad.rules, number=2, pairs=[swapped(pair) for pair in pairs])["replay"]
+    decisions = [
+        decision_of(replace(each, moves=each.moves[:1]), "replay", gate, first=0, end=len(pairs), at=1_700_000_050.0)
+        for each, gate in ((good, replay), (bad, harm))
+    ]
+    await records.pairs("c1").add(store, {entry_name(n): pair for n, pair in enumerate(pairs)})
+    await records.pairs("c2").add(store, {entry_name(n): swapped(pair) for n, pair in enumerate(pairs)})
+    await records.units("c1").add(store, {entry_name(n): each for n, each in enumerate(units)})
+    await records.candidates.add(store, {each.id: each for each in (good, bad)})
+    await records.decisions.add(store, {each.id: each for each in decisions})
+    state = LearnerState(
+        file="support.toml", watched="c1", candidates=2, rounds=3, rated=240, excluded={"mallory": HOSTILE}
+    )
+    await records.state.add(store, {"": state})
+
+
+def candidate(number: int, moves: list[Move]) -> LearningCandidate:
+    return LearningCandidate(
+        id=f"c{number}",
+        number=number,
+        versions={"style": "sums-1-grpo-2"},
+        baseline={"style": "first"},
+        origin="apo",
+        conversations=120,
+        created_at=moves[0].at,
+        moves=moves,
+        rules=GateRules(),
+    )
+
+
+def swapped(pair: ReplayPair) -> ReplayPair:
+    return replace(pair, old=pair.new, new=pair.old)
+
+
+def unit(number: int) -> ServedUnit:
+    """Return a user of the canary, or from number 40 on of the watch."""
+    is_new = number % 4 != 0
+    share = 0.2 if number < 20 else 0.5 if number < 40 else 0.9
+    ids = [rollout_name(number % 12)] * 2
+    return ServedUnit(
+        unit=f"user-{number}",
+        candidate="c1",
+        kind="",
+        is_new=is_new,
+        share=share,
+        reward=1.0 if is_new else 0.25,
+        rollouts=ids,
+    )
 
 
 async def fill(store: Store) -> None:
@@ -296,3 +377,4 @@ async def fill(store: Store) -> None:
     await record(store, "sums-1-grpo-long", text=LONG_LINE, reward=0.25)
     waiting = Rollout(rollout_id="sums-1-grpo-waiting", task="sum", experiment="sums")
     await store.enqueue([waiting])
+    await learn(store)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from agl.contracts import LabelMove
 from agl.schemas import ErrorInfo, Json, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.stores import MemoryStore
@@ -37,7 +39,7 @@ async def place(store: MemoryStore, count: int, *, begin: str = "r") -> dict[str
     arms: dict[str, list[str]] = {label: [] for label in SPLIT.shares}
     for number in range(count):
         rollout = Rollout(rollout_id=f"{begin}-{number:03d}", task={})
-        await store.enqueue([place_rollout(rollout, SPLIT, pins)])
+        await store.enqueue([place_rollout(rollout, msgspec.structs.replace(SPLIT, versions=pins))])
         arms[SPLIT.arm_of(rollout.rollout_id)].append(rollout.rollout_id)
     return arms
 

@@ -59,6 +59,7 @@ VIEWS = (
     *("/runs/refused", "/runs/refused/agents", "/runs/refused/system", "/?compare=refused"),
     *("/versions", "/versions/style", "/versions/style?version=first&against=production", "/versions/main_llm"),
     *("/versions/tools", f"/versions/{LONG_NAME}"),
+    *("/learners", "/learners/support", "/learners/support/c1", "/learners/support/c2"),
 )
 
 
@@ -178,7 +179,8 @@ async def test_versions_show_trials_beside_validation_scores(opened: Open) -> No
     assert 0.8 == rows["sums-1-grpo-2"]["score"]["mean"]
     (trial,) = rows["sums-1-grpo-2"]["trials"]
     assert "first" == trial["against"]
-    assert (0.12, 20, "better") == tuple(trial["score"][name] for name in ("difference", "paired", "verdict"))
+    found = trial["score"]["comparison"]
+    assert (0.12, 20, "better") == tuple(found[name] for name in ("difference", "paired_tasks", "verdict"))
     assert [""] == [trial["against"] for trial in rows["first"]["trials"]]
     assert [] == rows["sums-1-grpo-1"]["trials"]
     assert "tried: 0.5 [0.4, 0.6], 20 of 40 validation tasks" in page
@@ -199,14 +201,10 @@ def validated(experiment: str, rewards: Sequence[float], *, tasks: str = "t") ->
     return {f"experiment/{experiment}/1/validation/00000001": to_json(kept)}
 
 
-async def test_compared_runs_say_which_is_better_with_the_interval(opened: Open) -> None:
+async def test_compared_runs_say_which_is_better_with_the_evidence(opened: Open) -> None:
     store = MemoryStore()
-    rewards = [0.1 * number for number in range(8)]
-    states = {
-        **validated("a", rewards),
-        **validated("b<i>", [reward + 0.1 + 0.01 * (-1) ** place for place, reward in enumerate(rewards)]),
-        **validated("c", rewards[::-1], tasks="others"),
-    }
+    zeros, ones = [0.0] * 12, [1.0] * 12
+    states = {**validated("a", zeros), **validated("b<i>", ones), **validated("c", zeros, tasks="others")}
     for name in ("a", "b<i>", "c", "d"):
         await store.save_state(states, experiment=ExperimentRecord(name=name))
     address = "/?compare=a&compare=b%3Ci%3E&compare=c&compare=d"
@@ -214,17 +212,10 @@ async def test_compared_runs_say_which_is_better_with_the_interval(opened: Open)
         data, page = await data_of(client, address), await text_of(client, address)
         alone = await data_of(client, "/?compare=a")
     better, unclear, missing = data["against_first"]
-    assert ("b<i>", "a", "better", True, 8) == tuple(
-        better[name] for name in ("run", "baseline", "verdict", "is_paired", "tasks")
-    )
-    assert 0.1 == pytest.approx(better["difference"])
-    assert 0.09 < better["low"] < 0.1 < better["high"] < 0.11
-    assert (
-        "<li>b&lt;i&gt; is better than a by 0.1, 95 % interval 0.0911 to 0.109, paired by 8 validation tasks." in page
-    )
-    assert (False, "unclear") == (unclear["is_paired"], unclear["verdict"])
-    assert unclear["low"] < 0 < unclear["high"]
-    assert (None, "d cannot be compared with a: d has no validation") == (missing["difference"], missing["words"])
+    assert ("better", 1.0, 12) == tuple(better["comparison"][key] for key in ("verdict", "difference", "paired_tasks"))
+    assert "<li>b&lt;i&gt; against a: better, evidence 247 to 1: difference +1.0000" in page
+    assert ("undecidable", 0) == tuple(unclear["comparison"][key] for key in ("verdict", "paired_tasks"))
+    assert (None, "d cannot be compared with a: d has no validation") == (missing["comparison"], missing["words"])
     assert [] == alone["against_first"]
 
 

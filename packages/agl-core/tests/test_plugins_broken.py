@@ -226,6 +226,7 @@ LACKS = {
     "exporter": "export",
     "gateway": "settle",
     "policy": "resource",
+    "redactor": "redact",
     "reward": "__call__",
     "runner": "execute",
     "store": "close",

@@ -7,7 +7,7 @@ import pytest
 import agl
 from agl import PluginManager, hookimpl
 from agl._plugins.hooks import HOOKS, OBSERVERS, PROVIDERS
-from agl.contracts import ExporterEntry, GatewayEntry, RunnerEntry, StepReport
+from agl.contracts import ExporterEntry, GatewayEntry, RedactorEntry, RunnerEntry, StepReport
 
 
 class Everything:
@@ -47,6 +47,10 @@ class Everything:
     @hookimpl
     def agl_gateways(self):
         yield GatewayEntry(name="mine", factory="m:gateway")
+
+    @hookimpl
+    def agl_redactors(self):
+        yield RedactorEntry(name="mine", factory="m:redactor")
 
     @hookimpl
     def agl_exporters(self):

@@ -13,11 +13,12 @@ import pytest
 from aiohttp import web
 from openai import AsyncOpenAI
 
-from agl.contracts import Store, Upstream
+from agl.contracts import Redactor, Store, Upstream
 from agl.schemas import ModelCall, Rollout, Span, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.access.certificate import Certificate
 from agl_gateway.embedded import EmbeddedGateway
+from agl_gateway.record.redaction import Redaction
 from agl_gateway.record.spool_file import spools_for
 from agl_gateway.service import GatewayService
 from agl_gateway.settings import Settings
@@ -140,6 +141,7 @@ def serving(server: ScriptedModelServer) -> ServiceFactory:
         spool: Path | None = None,
         certificate: Certificate | None = None,
         client_key: str = "",
+        redactor: Redactor | None = None,
         **settings: Any,
     ) -> AsyncIterator[GatewayService]:
         used = store or MemoryStore()
@@ -151,6 +153,7 @@ def serving(server: ScriptedModelServer) -> ServiceFactory:
             admin_key=ADMIN,
             client_key=client_key,
             certificate=certificate,
+            redaction=Redaction(redactor),
             spools=await spools_for(used, str(spool), shown="memory://") if spool else (),
         )
         await service.start()

@@ -24,7 +24,7 @@ from agl.schemas import Episode, ResourceVersion, Reward, Rollout, Span, Weights
 from agl.stores import all_spans
 from agl_gateway.service import GatewayService
 from agl_gateway.settings import Settings
-from agl_gateway.traffic.splits import parse_split, split_report
+from agl_gateway.traffic.splits import parse_split, pins_of, split_report
 from agl_inspect.records import labels as labels
 from agl_inspect.terminal.program import cli
 from agl_inspect.versions import arms
@@ -197,13 +197,13 @@ async def test_running_conversation_counts_in_the_report_of_its_arm_as_an_ended_
             await talk.rate(headers, index / 10)
             assert headers["x-agl-arm"] in ("production", "candidate")
         running = (
-            await split_report(store, ["production", "candidate"]),
+            await split_report(store, await pins_of(store, ["production", "candidate"])),
             await arms(store, "main_llm", ("w1", "w2"), experiment=None),
         )
         for index in range(8):
             await talk.end(f"c{index}")
         ended = (
-            await split_report(store, ["production", "candidate"]),
+            await split_report(store, await pins_of(store, ["production", "candidate"])),
             await arms(store, "main_llm", ("w1", "w2"), experiment=None),
         )
     assert running == ended

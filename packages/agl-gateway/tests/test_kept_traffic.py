@@ -13,13 +13,15 @@ from click.testing import CliRunner
 
 from agl.contracts import ExperimentRecord, RolloutQuery, Upstream
 from agl.errors import ConfigError, NotFoundError
-from agl.schemas import Reward, Span, new_span_id
+from agl.schemas import JsonResource, ResourceVersion, Reward, Span, new_span_id
 from agl_gateway.service import GatewayService
 from agl_gateway.settings import Settings, Share
 from agl_gateway.traffic.conversations import rollout_id_of
 from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep
 from agl_gateway.traffic.splits import parse_split
+from agl_inspect.records import labels as labels
 from agl_inspect.records.shelf import run_key
+from agl_inspect.records.splits import SERVED
 from agl_inspect.records.state import AlgorithmState
 from agl_inspect.terminal.program import cli
 from agl_run.access.tokens import AttemptTokens
@@ -228,16 +230,27 @@ def test_impossible_share_is_refused(tmp_path, words):
     assert words[0] in done.stderr
 
 
-def test_split_needs_all_conversations(tmp_path):
+@pytest.mark.parametrize("is_of_learner", [False, True])
+async def test_split_needs_all_conversations(tmp_path, is_of_learner):
     store = SQLiteStore(f"sqlite:///{tmp_path}/s.db")
+    await store.publish([ResourceVersion(name="prompt", version=v, resource=JsonResource(value=v)) for v in "ab"])
+    for label, version in (("production", "a"), ("candidate", "b")):
+        await labels.move(store, "prompt", label, version)
+    split = parse_split("production=0.5,candidate=0.5")
+    if is_of_learner:
+        await SERVED.add(store, {"": split})
+    service = GatewayService(
+        store=store,
+        upstreams=[],
+        tokens=AttemptTokens(b"a secret of the tests of what is kept"),
+        settings=Settings(share=Share(base_rate=0.5)),
+        arms=True,
+        split=None if is_of_learner else split,
+    )
     with pytest.raises(ConfigError, match="none may be left out"):
-        GatewayService(
-            store=store,
-            upstreams=[],
-            tokens=AttemptTokens(b"a secret of the tests of what is kept"),
-            settings=Settings(share=Share(base_rate=0.5)),
-            split=parse_split("production=0.5,candidate=0.5"),
-        )
+        await service.start()
+    await service.stop()
+    await store.close()
 
 
 async def test_removed_conversation_takes_no_late_reward(tmp_path, backend):

@@ -8,29 +8,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl.contracts import Store
+from agl import Gate
+from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import AttemptStatus, JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.stores import MemoryStore
 from agl_gateway.traffic.splits import (
-    Split,
+    Placed,
     SplitReport,
     Splitter,
     arm_of,
     check_labels,
+    compare_placed,
     parse_split,
     pins_of,
     place_rollout,
-    placement_of,
     split_report,
 )
 from agl_inspect.records import labels as labels
-from agl_inspect.statistics import compare, interval, student_quantile
+from agl_inspect.records.splits import Pins, ServedSplit, placement_of
+from agl_inspect.statistics import interval
 from agl_inspect.terminal.program import cli
 from agl_store_sqlite._store import SQLiteStore
 
@@ -39,6 +42,10 @@ VERSIONS = [
     *(ResourceVersion(name="prompt", version=f"v{i}", resource=PromptTemplate(template=f"{i}")) for i in (1, 2, 3)),
     *(ResourceVersion(name="tools", version=f"t{i}", resource=JsonResource(value=i)) for i in (1, 2)),
 ]
+
+
+def in_split(rollout: Rollout, split: ServedSplit, pins: Pins) -> Rollout:
+    return place_rollout(rollout, msgspec.structs.replace(split, versions=pins))
 
 
 async def labelled(store: Store, **pointing: str) -> None:
@@ -57,7 +64,7 @@ async def serve(
     waiting = {label: list(values) for label, values in rewards.items()}
     for index in range(10_000):
         plain = Rollout(rollout_id=f"{name}-{index:05d}", task=index, experiment=experiment)
-        rollout = place_rollout(plain, SPLIT, pins)
+        rollout = in_split(plain, SPLIT, pins)
         placement = placement_of(rollout)
         assert placement is not None
         if not waiting.get(placement.arm):
@@ -109,8 +116,8 @@ def test_arm_of_an_id_never_changes_between_releases() -> None:
 
 @given(st.text(), st.floats(0.01, 0.98), st.floats(0.001, 0.01))
 def test_growing_candidate_keeps_whom_it_had(key: str, share: float, more: float) -> None:
-    before = Split(shares={"production": 1 - share, "candidate": share})
-    after = Split(shares={"production": 1 - share - more, "candidate": share + more})
+    before = ServedSplit(shares={"production": 1 - share, "candidate": share}, versions={})
+    after = ServedSplit(shares={"production": 1 - share - more, "candidate": share + more}, versions={})
     if before.arm_of(key) == "candidate":
         assert "candidate" == after.arm_of(key)
 
@@ -172,13 +179,13 @@ def test_rollout_gets_the_versions_of_its_arm_and_keeps_what_it_pinned() -> None
 
     pins = asyncio.run(body())
     for index in range(20):
-        rollout = place_rollout(Rollout(rollout_id=f"ro-{index}", task=0), SPLIT, pins)
+        rollout = in_split(Rollout(rollout_id=f"ro-{index}", task=0), SPLIT, pins)
         arm = SPLIT.arm_of(f"ro-{index}")
         assert {"prompt": {"production": "v1", "candidate": "v2"}[arm], "tools": "t1"} == rollout.resources
-        assert rollout == place_rollout(rollout, SPLIT, pins)
+        assert rollout == in_split(rollout, SPLIT, pins)
         own = Rollout(rollout_id=f"ro-{index}", task=0, resources={"prompt": "v3"})
-        assert own == place_rollout(own, SPLIT, pins)
-        other = place_rollout(Rollout(rollout_id=f"ro-{index}", task=0, resources={"tools": "t2"}), SPLIT, pins)
+        assert own == in_split(own, SPLIT, pins)
+        other = in_split(Rollout(rollout_id=f"ro-{index}", task=0, resources={"tools": "t2"}), SPLIT, pins)
         assert "t2" == other.resources["tools"]
 
 
@@ -186,34 +193,10 @@ def test_rollouts_of_one_conversation_share_an_arm() -> None:
     pins = {"production": {"prompt": "v1"}, "candidate": {"prompt": "v2"}}
     for conversation in ("a", "b", "c", "d"):
         rollouts = [
-            place_rollout(Rollout(rollout_id=f"ro-{i}", task=0, metadata={"conversation": conversation}), SPLIT, pins)
+            in_split(Rollout(rollout_id=f"ro-{i}", task=0, metadata={"conversation": conversation}), SPLIT, pins)
             for i in range(8)
         ]
         assert 1 == len({rollout.resources["prompt"] for rollout in rollouts})
-
-
-def test_fiellers_interval_agrees_with_a_search_and_with_welch() -> None:
-    """At each end of the interval, |new - r old| equals t standard errors."""
-    old, new = [2.0, 3.0, 4.0, 5.0, 6.0], [4.0, 5.0, 6.0, 7.0, 8.0]
-    result = compare(old, new)
-    assert result.ratio_low is not None
-    assert result.ratio_high is not None
-    quantile = student_quantile(0.975, 8)
-    for ratio in (result.ratio_low, result.ratio_high):
-        assert abs(6 - ratio * 4) == pytest.approx(quantile * math.sqrt(0.5 + ratio**2 * 0.5))
-    assert (result.low > 0, result.ratio_low > 1) == (False, False)
-
-
-@given(*[st.lists(st.floats(0.1, 1.0), min_size=3, max_size=9)] * 2)
-def test_ratio_is_clear_of_1_exactly_when_the_difference_is_clear_of_0(old: list[float], new: list[float]) -> None:
-    result = compare(old, new)
-    if result.ratio_low is not None and result.ratio_high is not None and abs(result.low) > 1e-9 < abs(result.high):
-        assert (result.low > 0, result.high < 0) == (result.ratio_low > 1, result.ratio_high < 1)
-
-
-def test_ratio_to_a_mean_that_may_be_0_has_no_interval() -> None:
-    assert (None, None) == (compare([-1, 1, 0.3], [1, 2]).ratio_low, compare([-1, 1, 0.3], [1, 2]).ratio_high)
-    assert (None, None) == (compare([-2, -1], [1, 2]).policy_improvement_ratio, compare([-2, -1], [1, 2]).ratio_low)
 
 
 def test_report_counts_what_was_placed_between_the_present_versions() -> None:
@@ -223,7 +206,7 @@ def test_report_counts_what_was_placed_between_the_present_versions() -> None:
         await serve(store, {"production": [1.0] * 3, "candidate": [1.0] * 3}, name="before")
         await labels.move(store, "prompt", "candidate", "v2")
         await serve(store, {"production": [0.4, 0.6, None], "candidate": [0.8, math.nan, 1.0]})
-        return await split_report(store, ["production", "candidate"])
+        return await split_report(store, await pins_of(store, LABELS))
 
     report = asyncio.run(body())
     production, candidate = report.arms
@@ -258,7 +241,7 @@ def test_report_counts_every_failure_and_every_missing_reward() -> None:
         store = MemoryStore()
         await labelled(store, production="prompt@v1", candidate="prompt@v2")
         await serve(store, {"production": [math.nan, math.nan, 1.0], "candidate": [None, None, 0.5]})
-        return await split_report(store, LABELS)
+        return await split_report(store, await pins_of(store, LABELS))
 
     production, candidate = asyncio.run(body()).arms
     assert (3, 2, 0, 3) == (production.rollouts, production.failed, production.unrewarded, production.rewarded)
@@ -272,40 +255,108 @@ def test_report_reads_one_experiment_or_all() -> None:
         await labelled(store, production="prompt@v1", candidate="prompt@v2")
         await serve(store, {"production": [1.0] * 3, "candidate": [1.0] * 3}, name="mine", experiment="mine")
         await serve(store, {"production": [0.0], "candidate": [0.0]}, name="other", experiment="other")
-        return [await split_report(store, LABELS, experiment=name) for name in ("mine", "other", None)]
+        pins = await pins_of(store, LABELS)
+        return [await split_report(store, pins, experiment=name) for name in ("mine", "other", None)]
 
     reports = asyncio.run(body())
     assert [[3, 3], [1, 1], [4, 4]] == [[arm.rollouts for arm in report.arms] for report in reports]
     assert [1.0, 0.0, 0.75] == [report.arms[0].mean for report in reports]
 
 
-def test_intervals_of_a_report_have_the_confidence_that_was_asked_for() -> None:
+def test_report_weighs_each_unit_by_the_share_of_its_arm() -> None:
     old, new = [0.1, 0.2, 0.4], [0.5, 0.9]
 
-    async def body() -> SplitReport:
+    async def body() -> tuple[SplitReport, list[Rollout]]:
         store = MemoryStore()
         await labelled(store, production="prompt@v1", candidate="prompt@v2")
         await serve(store, {"production": old, "candidate": new})
-        return await split_report(store, LABELS, confidence=0.8)
+        return await split_report(store, await pins_of(store, LABELS), error=0.2), await store.rollouts(
+            RolloutQuery(sort="created_at")
+        )
 
-    report = asyncio.run(body())
-    ends = [interval(rewards, confidence=0.8) for rewards in (old, new)]
-    assert ends == [(arm.low, arm.high) for arm in report.arms]
-    assert (0.8, {"candidate": compare(old, new, confidence=0.8)}) == (report.confidence, report.against)
+    report, rollouts = asyncio.run(body())
+    gate, waiting = Gate(error=0.1), {"production": [*old], "candidate": [*new]}
+    for rollout in rollouts:
+        gate.arrive(waiting[arm_of(rollout)].pop(0), is_new=arm_of(rollout) == "candidate", share=0.5)
+    against = report.against["candidate"]
+    assert against is not None
+    assert (gate.mean, gate.evidence, gate.lower) == (against.difference, against.evidence, against.low)
+    assert (5, 10, 3, 2, True) == (
+        against.pairs,
+        against.threshold,
+        against.old_count,
+        against.new_count,
+        against.is_split,
+    )
+    assert [interval(rewards) for rewards in (old, new)] == [(arm.low, arm.high) for arm in report.arms]
 
 
-def test_arm_with_a_single_reward_has_a_mean_and_neither_interval_nor_comparison() -> None:
+PINS = {"production": {"prompt": "v1"}, "candidate": {"prompt": "v2"}}
+
+
+def placed(
+    number: int, arm: str, reward: float | None, *, shares: dict[str, float] | None = None, **named: str
+) -> Placed:
+    placement = {"arm": arm, "shares": shares or SPLIT.shares, "versions": PINS}
+    return Placed(Rollout(rollout_id=f"r{number}", task=0, metadata={"split": placement, **named}), arm, reward)
+
+
+def test_user_counts_once_by_the_mean_of_all_conversations() -> None:
+    found = [
+        placed(0, "production", 0.2, user="ann"),
+        placed(1, "candidate", 0.9, user="bob"),
+        placed(2, "production", 0.6, user="ann"),
+        placed(3, "production", None, user="ann"),
+        placed(4, "candidate", 0.7, user="ann"),  # the shares grew, and ann came into the other arm
+    ]
+
+    once = compare_placed(found, "production", "candidate", error=0.05)
+
+    alike = [placed(0, "production", 0.4), placed(1, "candidate", 0.9)]
+    same = compare_placed(alike, "production", "candidate", error=0.05)
+    assert once is not None
+    assert same is not None
+    assert (2, 2, 1) == (once.pairs, once.old_count, once.new_count)
+    assert (same.evidence, same.difference, same.low) == (once.evidence, once.difference, once.low)
+
+
+def test_arms_of_a_wider_split_are_compared_in_pairs() -> None:
+    shares = {"production": 0.6, "candidate": 0.2, "canary": 0.2}
+    wide = [placed(n, arm, n / 8, shares=shares) for n, arm in enumerate(["production", "candidate", "canary"] * 2)]
+    narrow = [
+        placed(n, arm, n / 8, shares={"production": 0.75, "candidate": 0.25})
+        for n, arm in enumerate(["production", "candidate", ""] * 2)
+        if arm
+    ]
+
+    found, expected = (compare_placed(each, "production", "candidate", error=0.05) for each in (wide, narrow))
+
+    assert expected == found
+
+
+@pytest.mark.parametrize("named", [{"user": "ann"}, {"user": "ann", "conversation": "other"}])
+def test_all_conversations_of_a_user_get_the_same_arm(named: dict[str, str]) -> None:
+    split = msgspec.structs.replace(SPLIT, versions=PINS)
+    arms = {
+        place_rollout(Rollout(rollout_id=f"r{n}", task=0, metadata=dict(named)), split).resources["prompt"]
+        for n in range(20)
+    }
+
+    assert 1 == len(arms)
+
+
+def test_arm_with_a_single_reward_has_a_mean_and_no_interval() -> None:
     async def body() -> SplitReport:
         store = MemoryStore()
         await labelled(store, production="prompt@v1", candidate="prompt@v2")
         await serve(store, {"production": [0.1, 0.2], "candidate": [0.5]})
-        return await split_report(store, LABELS)
+        return await split_report(store, await pins_of(store, LABELS))
 
     report = asyncio.run(body())
     production, candidate = report.arms
     assert (0.5, None, None) == (candidate.mean, candidate.low, candidate.high)
     assert interval([0.1, 0.2]) == (production.low, production.high)
-    assert {"candidate": None} == report.against
+    assert (3, 1) == (report.against["candidate"].pairs, report.against["candidate"].new_count)
 
 
 def test_report_leaves_out_what_is_unplaced_cancelled_or_placed_between_other_labels() -> None:
@@ -317,14 +368,14 @@ def test_report_leaves_out_what_is_unplaced_cancelled_or_placed_between_other_la
         await labelled(store, production="prompt@v1", candidate="prompt@v2", canary="prompt@v3")
         pins = await pins_of(store, list(wide.shares))
         for index in range(30):
-            await finish(store, place_rollout(Rollout(rollout_id=f"wide-{index}", task=0), wide, pins))
+            await finish(store, in_split(Rollout(rollout_id=f"wide-{index}", task=0), wide, pins))
             narrow = {label: pins[label] for label in LABELS}
-            await finish(store, place_rollout(Rollout(rollout_id=f"narrow-{index}", task=0), SPLIT, narrow))
+            await finish(store, in_split(Rollout(rollout_id=f"narrow-{index}", task=0), SPLIT, narrow))
         await finish(store, Rollout(rollout_id="unplaced", task=0))
         for index in range(9):
-            cancelled = place_rollout(Rollout(rollout_id=f"cancelled-{index}", task=0), wide, pins)
+            cancelled = in_split(Rollout(rollout_id=f"cancelled-{index}", task=0), wide, pins)
             await finish(store, cancelled, status="cancelled")
-        return [await split_report(store, labels) for labels in (LABELS, list(wide.shares))]
+        return [await split_report(store, await pins_of(store, names)) for names in (LABELS, list(wide.shares))]
 
     placed = Counter(wide.arm_of(f"wide-{index}") for index in range(30))
     narrow = Counter(SPLIT.arm_of(f"narrow-{index}") for index in range(30))
@@ -363,15 +414,15 @@ HIGH = [0.8, 0.9, 0.8, 0.9] * 5
 @pytest.mark.parametrize(
     ("rewards", "options", "status", "message"),
     [
-        ({"production": LOW, "candidate": HIGH}, (), 0, "difference +0.7000"),
-        ({"production": LOW, "candidate": HIGH[:19]}, (), 1, "20 rewards of the old version and 19 of the new one"),
-        ({"production": LOW, "candidate": HIGH[:19]}, ("--min-rollouts", "10"), 0, "policy_improvement_ratio 5.6"),
-        ({"production": LOW, "candidate": HIGH}, ("--min-gain", "0.7"), 1, "must lie above 0.7"),
+        ({"production": LOW, "candidate": HIGH}, (), 0, "better, evidence 1,579 to 1: difference +0.6999"),
+        ({"production": LOW, "candidate": HIGH}, ("--min-gain", "0.7"), 1, "cannot be told apart"),
+        ({"production": LOW, "candidate": HIGH}, ("--error", "1e-5"), 1, "164,493 to 1 needed"),
         ({"production": LOW, "candidate": LOW}, (), 1, "not shown to be better"),
+        ({"production": HIGH, "candidate": LOW}, (), 1, "worse, evidence"),
     ],
-    ids=["better", "too few", "fewer wanted", "gain too small", "equal"],
+    ids=["better", "gain too small", "evidence too weak", "equal", "worse"],
 )
-def test_arm_is_promoted_on_the_stated_criterion_only(
+def test_arm_is_promoted_only_at_strong_evidence(
     command: Callable[..., Result],
     rewards: dict[str, Sequence[float | None]],
     options: tuple[str, ...],
@@ -387,8 +438,8 @@ def test_arm_is_promoted_on_the_stated_criterion_only(
 def test_split_prints_both_arms_and_the_ratio(command: Callable[..., Result]) -> None:
     done = command("split", rewards={"production": LOW, "candidate": HIGH})
     assert "production  20        0       0          0.1500" in done.output
-    assert "candidate against production: difference +0.7000" in done.output
-    assert "policy_improvement_ratio 5.667 [" in done.output
+    assert "candidate against production: better, evidence 1,579 to 1: difference +0.6999" in done.output
+    assert "policy_improvement_ratio 5.667, 20 and 20" in done.output
     report = json.loads(command("split", "--json").output)
     assert ["prompt"] == report["differing"]
     assert pytest.approx(0.85 / 0.15) == report["against"]["candidate"]["policy_improvement_ratio"]
@@ -426,14 +477,14 @@ async def test_rollout_keeps_the_arm_that_it_was_queued_with() -> None:
     store = MemoryStore()
     await labelled(store, production="prompt@v1", candidate="prompt@v2")
     splitter = Splitter(store, SPLIT)
-    assert {"production": {"prompt": "v1"}, "candidate": {"prompt": "v2"}} == await splitter.pins()
+    assert {"production": {"prompt": "v1"}, "candidate": {"prompt": "v2"}} == await pins_of(store, LABELS)
     plain = [Rollout(rollout_id=f"r-{index}", task=index) for index in range(20)]
     first = await splitter.enqueue(plain)
     assert {"production": "v1", "candidate": "v2"} == {arm_of(each): each.resources["prompt"] for each in first}
     await labels.move(store, "prompt", "candidate", "v3")
     again = await splitter.enqueue([*plain, Rollout(rollout_id="s", task=0)])
     assert first == again[:-1]
-    assert (await splitter.pins())[arm_of(again[-1])] == again[-1].resources
+    assert (await pins_of(store, LABELS))[arm_of(again[-1])] == again[-1].resources
     assert "" == arm_of(plain[0])
     await store.enqueue([Rollout(rollout_id="t", task=0)])  # without an arm, it stays so
     assert {} == (await splitter.enqueue([Rollout(rollout_id="t", task=0)]))[0].resources

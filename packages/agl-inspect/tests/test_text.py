@@ -3,7 +3,6 @@ import math
 import pytest
 
 from agl.hints import count_of
-from agl_inspect.statistics import compare
 from agl_inspect.text import ends
 
 
@@ -14,8 +13,3 @@ def test_count_names_one_thing_in_the_singular():
 @pytest.mark.parametrize(("low", "high"), [(None, None), (0.5, 0.5), (-math.inf, math.inf)])
 def test_interval_without_a_width_or_without_ends_is_not_shown(low, high):
     assert ("", " [0.250, 0.750]") == (ends(low, high), ends(0.25, 0.75))
-
-
-def test_comparison_of_constant_rewards_shows_no_interval():
-    words = compare([0.5, 0.5], [1.0, 1.0]).words
-    assert "difference +0.5000, policy_improvement_ratio 2.000, 2 and 2 rollouts" == words

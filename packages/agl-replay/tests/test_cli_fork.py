@@ -128,12 +128,12 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
 
 
 def test_forks_answer_the_calls_before_from_the_record_and_the_others_by_the_model(team: Team) -> None:
-    report = json.loads(invoke("replay", "--fork", "sums-dev", "--at", "2", "--n", "6", "--json").stdout)
+    report = json.loads(invoke("replay", "--fork", "sums-dev", "--at", "2", "--json").stdout)
     assert (0.0, 1.0, 2, 3, "write") == tuple(report[key] for key in ("reward", "mean", "call", "calls", "agent"))
-    assert [(1, 2, 1.0)] * 6 == [
+    assert [(1, 2, 1.0)] * 10 == [
         (each["replayed_calls"], each["model_calls"], each["reward"]) for each in report["forks"]
     ]
-    assert 6 * 2 == len(team.server.calls)
+    assert 10 * 2 == len(team.server.calls)
     assert "so it went wrong at call 2 or later; --at 3 tells the two apart" in report["verdict"]
 
 
@@ -278,10 +278,6 @@ def report(reward: float | None, *rewards: float | None, call: int = 2) -> ForkR
             span_id="s",
             agent="",
             reward=reward,
-            mean=None,
-            low=None,
-            high=None,
-            verdict="",
             is_complete=True,
             forks=forks,
         )
@@ -291,20 +287,19 @@ def report(reward: float | None, *rewards: float | None, call: int = 2) -> ForkR
 @pytest.mark.parametrize(
     ("found", "verdict"),
     [
-        (report(0.0, *[1.0] * 6), "went wrong at call 2 or later"),
-        (report(0.0, *[1.0] * 6, call=3), "went wrong at call 3"),
-        (report(0.0, 0.9, 1.0, call=3), "went wrong at call 3"),
-        (report(1.0, *[0.0] * 6), "owes its reward to call 2"),
-        (report(0.0, 1.0, 1.0), "all 2 rewards of the forks are 1, which may be chance; take 6 forks at least"),
-        (report(1.0, *[0.0] * 5), "all 5 rewards of the forks are 0, which may be chance"),
+        (report(0.0, *[1.0] * 9), "do better than the recorded run, evidence 44 to 1, so it went wrong at call 2 or"),
+        (report(0.0, *[1.0] * 9, call=3), "went wrong at call 3"),
+        (report(1.0, *[0.0] * 9), "do worse than the recorded run, evidence 44 to 1, which owes its reward to call 2"),
+        (report(0.0, *[1.0] * 8), "evidence 25 to 1, and 40 to 1 is needed; about 9 forks would do, see --n"),
+        (report(0.5, 1.0), "evidence 1.2 to 1, and 40 to 1 is needed; about 14 forks would do"),
         (report(1.0, 1.0, 1.0), "nothing shows that call 2 or a later one decided it"),
+        (report(0.5, *[0.0, 1.0] * 20, 0.55), "nothing shows that call 2 or a later one decided it"),
         (report(0.5, 0.0, 1.0), "--at with a number below 2 looks before it"),
         (report(0.5, 0.0, 1.0, call=1), "what this task usually brings"),
-        (report(0.5, 1.0), "one reward says nothing certain"),
         (report(0.5, None, None), "no fork has a reward"),
-        (report(None, 1.0, 1.0), "no reward to compare with"),
+        (report(None, 1.0, 1.0), "the recorded rollout has no reward"),
     ],
 )
-def test_verdict_follows_from_the_interval(found: ForkReport, verdict: str) -> None:
+def test_verdict_follows_from_the_evidence(found: ForkReport, verdict: str) -> None:
     assert verdict in found.verdict
     json.loads(to_json(found))

@@ -173,7 +173,6 @@ def test_rollouts_are_scored_again_the_newest_first(recorded: Callable[..., None
     assert "  kept   'own' 0.5 by agent" == lines[3]
     assert "scored 4 rollouts" in lines
     assert "mean over 2 tasks: 0.5 recorded, 0.75 now" in lines
-    assert "paired by 2 tasks" in result.output
     assert "top-secret" not in result.output + invoke("--json").output
 
 

@@ -2,27 +2,27 @@
 
 import asyncio
 import json
-import math
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, TypeVar
 
 import pytest
 from click.testing import CliRunner, Result
 
+import agl
 from agl.contracts import ExperimentRecord, RolloutQuery, Store
 from agl.errors import ConfigError
-from agl.schemas import Json, JsonResource, PromptTemplate, ResourceVersion, Rollout
+from agl.schemas import Json, JsonResource, PromptTemplate, ResourceVersion, Rollout, to_json
 from agl_inspect.ownership import Ownership
 from agl_inspect.terminal.program import cli
 from agl_inspect.versions import read_trials
-from agl_replay.candidates import text_of, unknown_placeholders, with_text
 from agl_replay.trials import TriedRollout, TriedTask, compare_pair
+from agl_run.engine import text_of, unknown_placeholders, with_text
 from agl_run.run.running_experiment import ExperimentLock
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
@@ -92,7 +92,7 @@ def folder(tmp_path: Path, server: ScriptedModelServer, monkeypatch: pytest.Monk
     monkeypatch.delitem(sys.modules, "try_agent", raising=False)
     (tmp_path / "try_agent.py").write_text(AGENT, encoding="utf-8")
     (tmp_path / "e.toml").write_text(EXPERIMENT.replace("URL", server.base_url), encoding="utf-8")
-    for name, count in (("train", 3), ("val", 8)):
+    for name, count in (("train", 3), ("val", 12)):
         lines = [json.dumps({"question": f"double {n}", "answer": str(2 * n)}) for n in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     return tmp_path
@@ -138,52 +138,56 @@ def version(name: str, text: str) -> ResourceVersion:
 def test_text_is_compared_with_the_file_task_by_task() -> None:
     said = invoke("resources", "try", "e.toml", "--text", CAREFUL)
     lines = said.stdout.splitlines()
-    assert "style on 8 validation tasks" == lines[0]
+    assert "style on 12 validation tasks" == lines[0]
     assert lines[1].split() == ["task", "A", "B", "B", "-", "A", "what"]
-    assert ["1", "2", "3", "5", "6", "7", "0", "4"] == [line.split()[0] for line in lines[2:10]]
+    assert [*"1235679", "10", "11", *"048"] == [line.split()[0] for line in lines[2:14]]
     assert lines[2].startswith("1     0.000  1.000  +1.000  ")
-    assert "A  sums-try-1-initial  the experiment's file  0.250  8" in said.stdout
-    assert "B against A: better by 0.75, 95 % interval 0.363 to 1.14, 8 tasks" in said.stdout
+    assert "A  sums-try-1-initial  the experiment's file  0.250  12" in said.stdout
+    assert "B against A: better, evidence 44 to 1: difference +0.7500 [+" in said.stdout
+    assert "paired by 12 tasks, 12 and 12 rollouts" in said.stdout
     assert lines[-1].startswith("promote B with: agl resources promote style sums-try-")
     assert "; look at a rollout with: agl show sums-try-1-try-" in lines[-1]
-    assert "16 rollouts: 2 candidates on 8 validation tasks" in said.stderr
+    assert "24 rollouts: 2 candidates on 12 validation tasks" in said.stderr
+
+
+@pytest.mark.usefixtures("folder")
+def test_candidates_share_the_error_of_a_trial() -> None:
+    alone = tried("--text", "Sum: {question}", "--text", CAREFUL)
+    several = tried("--text", "Sum: {question}", "--text", "Sum up: {question}", "--text", CAREFUL)
+    assert ["better"] == [pair["comparison"]["verdict"] for pair in alone["pairs"]]
+    assert ["undecidable"] * 2 == [pair["comparison"]["verdict"] for pair in several["pairs"]]
 
 
 @pytest.mark.long
-def test_trial_is_kept_with_its_intervals_beside_the_versions(folder: Path) -> None:
+def test_trial_is_kept_with_its_comparison(folder: Path) -> None:
     report = tried("--text", CAREFUL)
     tried("--text", "Add now: {question}", "--limit", "1")
     one, kept = read(folder, lambda store: read_trials(store, "style"))
-    assert ("sums-try", "style", "8 validation tasks") == (kept.experiment, kept.resource, kept.source)
+    assert ("sums-try", "style", "12 validation tasks") == (kept.experiment, kept.resource, kept.source)
     first, careful = kept.scores
     assert [each["version"] for each in report["candidates"]] == [first.version, careful.version]
-    assert (0.25, 8, None, "") == (first.mean, first.tasks, first.difference, first.verdict)
+    assert (0.25, 12, None) == (first.mean, first.tasks, first.comparison)
     assert first.low < 0.25 < first.high
-    compared = report["pairs"][0]["comparison"]
-    assert (compared["difference"], compared["low"], compared["high"], 8, "better") == (
-        *(careful.difference, careful.difference_low, careful.difference_high),
-        *(careful.paired, careful.verdict),
-    )
-    assert [(None, None, None)] * 2 == [(each.low, each.high, each.difference) for each in one.scores]
-    assert "1 of 8 validation tasks" == one.source
+    assert report["pairs"][0]["comparison"] == json.loads(to_json(careful.comparison))
+    assert [(None, None)] * 2 == [(each.low, each.high) for each in one.scores]
+    assert (1, "undecidable") == (one.scores[1].comparison.paired_tasks, one.scores[1].comparison.verdict)
+    assert "1 of 12 validation tasks" == one.source
     assert one.time > kept.time
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("folder")
-def test_interval_is_that_of_the_paired_differences() -> None:
+def test_task_enters_the_comparison_by_the_mean_of_its_samples() -> None:
     found = tried("--text", CAREFUL, "--samples", "2")
-    means = {
-        mark: [fmean(each["reward"] for each in task["rollouts"][mark]) for task in found["tasks"]] for mark in "AB"
-    }
-    differences = [new - old for old, new in zip(means["A"], means["B"], strict=True)]
-    width = 2.364624 * stdev(differences) / math.sqrt(8)  # Student's quantile at 0.975 with 7 degrees of freedom
-    (pair,) = found["pairs"]
-    assert fmean(differences) == pytest.approx(pair["comparison"]["difference"])
-    assert fmean(differences) - width == pytest.approx(pair["comparison"]["low"], abs=1e-6)
-    assert fmean(differences) + width == pytest.approx(pair["comparison"]["high"], abs=1e-6)
-    assert (8, "better") == (pair["comparison"]["paired_tasks"], pair["verdict"])
-    assert [16, 16] == [each["rollouts"] for each in found["candidates"]]
+    gate = agl.Gate(error=0.025)
+    for task in found["tasks"]:
+        means = [fmean(each["reward"] for each in task["rollouts"][mark]) for mark in "AB"]
+        gate.update(*means)
+    compared = found["pairs"][0]["comparison"]
+    assert (12, "better", gate.mean, gate.evidence, gate.lower, gate.upper) == tuple(
+        compared[name] for name in ("paired_tasks", "verdict", "difference", "evidence", "low", "high")
+    )
+    assert [24, 24] == [each["rollouts"] for each in found["candidates"]]
     assert all(each["tokens"] > 0 and each["seconds"] > 0 for each in found["candidates"])
 
 
@@ -218,7 +222,7 @@ def test_tried_text_is_a_version_that_is_neither_labelled_nor_the_newest(folder:
     assert new not in invoke("resources", "list", "style").stdout
     assert "style  v1" in invoke("resources", "list").stdout
     assert (
-        f"- {new} (candidate) from v1, by agl resources try; trials: 8 rollouts of sums-try"
+        f"- {new} (candidate) from v1, by agl resources try; trials: 12 rollouts of sums-try"
         in invoke("show", "style").stdout
     )
     invoke("resources", "promote", "style", new)
@@ -258,12 +262,10 @@ def test_rollouts_that_a_killed_trial_left_are_cancelled_and_cost_nothing(
 def test_only_candidate_is_compared_with_the_labelled_version(folder: Path) -> None:
     publish(folder, version("v1", "Add: {question}"), version("v2", CAREFUL))
     invoke("resources", "promote", "style", "v2", "--label", "best")
-    said = invoke(
-        "resources", "try", "e.toml", "--text", "Sum: {question}", "--set", "resource.style.label=best", "--limit", "8"
-    )
+    said = invoke("resources", "try", "e.toml", "--text", "Sum: {question}", "--set", "resource.style.label=best")
     assert "A  v2" in said.stdout
     assert "the label best" in said.stdout
-    assert "B against A: worse by 0.75" in said.stdout
+    assert "B against A: worse, evidence 44 to 1" in said.stdout
     assert "nothing is shown to be better than A, so there is nothing to promote; look at" in said.stdout
 
 
@@ -284,7 +286,7 @@ MISTAKES = [
     (["styl", "--text", CAREFUL], "'styl' is not a resource; did you mean 'style'?"),
     (["style", "--version", "other@v1"], "the candidates are of different resources, style and other"),
     (["--text-file", "none.txt"], "cannot read the text 'none.txt'"),
-    (["--text", CAREFUL, "--pick", "1,8"], "--pick names 8, and the positions of the tasks are 0 to 7"),
+    (["--text", CAREFUL, "--pick", "1,12"], "--pick names 12, and the positions of the tasks are 0 to 11"),
     (["--text", CAREFUL, "--pick", "1;2"], "--pick '1;2' is not a list of positions"),
     (["--text", CAREFUL, "--task", "{"], "--task '{' is not JSON"),
     (["--text", CAREFUL, "--task", "{}", "--limit", "1"], "--task gives the tasks themselves"),
@@ -339,15 +341,15 @@ def test_failed_rollouts_count_0_and_are_named_with_their_error() -> None:
 def test_exit_status_is_1_when_no_rollout_succeeded() -> None:
     said = invoke("resources", "try", "e.toml", "--text", CAREFUL, "--task", "{}", code=1)
     assert "failed with A: 1 rollout, such as" in said.stdout
-    assert "B against A: cannot tell apart: 1 task with rewards of both, and an interval needs two" in said.stdout
+    assert "B against A: cannot be told apart, evidence 1 to 1" in said.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "source", "count"),
     [
-        ([], "8 validation tasks", 8),
-        (["--limit", "3"], "3 of 8 validation tasks", 3),
-        (["--pick", "7,2-3"], "3 of 8 validation tasks", 3),
+        ([], "12 validation tasks", 12),
+        (["--limit", "3"], "3 of 12 validation tasks", 3),
+        (["--pick", "7,2-3"], "3 of 12 validation tasks", 3),
         (["--tasks", "train.jsonl"], "3 train.jsonl tasks", 3),
         (["--task", '{"question": "double 9", "answer": "18"}'], "1 given task", 1),
         (["--set", "experiment.val="], "3 training tasks", 3),
@@ -433,7 +435,7 @@ def test_prompt_of_messages_is_tried_as_json(folder: Path, text: str, message: s
         assert message in invoke("resources", "try", "e.toml", "--text", text, code=1).stderr
         return
     found = tried("--text", text)
-    assert "better" == found["pairs"][0]["verdict"]
+    assert "better" == found["pairs"][0]["comparison"]["verdict"]
     stored = read(folder, lambda store: store.resource("style", found["candidates"][1]["version"]))
     assert JsonResource(value=json.loads(text)) == stored.resource
 
@@ -451,7 +453,7 @@ def test_running_trainer_of_the_experiment_is_not_disturbed(folder: Path) -> Non
         return found
 
     try:
-        assert "better" == read(folder, beside)["pairs"][0]["verdict"]
+        assert "better" == read(folder, beside)["pairs"][0]["comparison"]["verdict"]
     finally:
         lock.release()
     after = read(folder, lambda store: store.load_state("experiment/sums/"))
@@ -485,9 +487,9 @@ def test_interrupt_reports_what_is_done_and_leaves_nothing_queued(folder: Path) 
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
     assert 130 == running.returncode, err
-    assert "style on 8 validation tasks; stopped before its end" in out
-    assert "no rollout of 6 tasks has ended" in out
-    assert "B against A: cannot tell apart: difference +0.5, 95 % interval -5.85 to 6.85, 2 tasks" in out
+    assert "style on 12 validation tasks; stopped before its end" in out
+    assert "no rollout of 10 tasks has ended" in out
+    assert "B against A: cannot be told apart, evidence 1.3 to 1 for the new version, 40 to 1 needed: " in out
     assert "stopped; done so far:" in err
     open_ones = RolloutQuery(experiment="sums-try", status=("queued", "running"))
     assert [] == read(folder, lambda store: store.rollouts(open_ones))
@@ -533,25 +535,14 @@ def task(number: int, old: float | None, new: float | None) -> TriedTask:
 @pytest.mark.parametrize(
     ("rewards", "words"),
     [
-        ([(0.1, 0.3), (0.5, 0.6), (0.2, 0.5), (0.9, 1.1)], "better by 0.2, 95 % interval 0.0701 to 0.33, 4 tasks"),
-        ([(0.3, 0.1), (0.6, 0.5), (0.5, 0.2), (1.1, 0.9)], "worse by 0.2, 95 % interval -0.33 to -0.0701, 4 tasks"),
-        (
-            [(0.0, 1.0), (0.0, 0.0), (1.0, 1.0), (1.0, 1.0)],
-            "cannot tell apart: difference +0.25, 95 % interval -0.546 to 1.05, 4 tasks; about 32 tasks would be "
-            "needed to show a difference of this size",
-        ),
-        ([(0.0, 1.0), (1.0, 0.0)], "cannot tell apart: difference 0, 95 % interval -12.7 to 12.7, 2 tasks"),
-        ([(0.5, 0.5)] * 3, "cannot tell apart: the same reward on each of 3 tasks"),
-        (
-            [(0.0, 1.0)] * 5,
-            "cannot tell apart: +1 on each of 5 tasks, which may be chance; about 6 tasks would be needed",
-        ),
-        ([(0.0, 1.0)] * 6, "better by 1, 6 tasks"),
-        ([(0.0, 1.0), (0.0, None)], "cannot tell apart: 1 task with rewards of both, and an interval needs two"),
+        ([(0.0, 1.0)] * 9 + [(1.0, 1.0)], "better, evidence 44 to 1: difference +0.9000 "),
+        ([(1.0, 0.0)] * 9 + [(1.0, 1.0)], "worse, evidence 44 to 1: difference -0.9000 "),
+        ([(0.0, 1.0)] * 5, "cannot be told apart, evidence 5.8 to 1 for the new version, 40 to 1 needed: "),
+        ([(0.0, None)], "cannot be compared: no task has rewards of both"),
     ],
 )
-def test_comparison_says_in_words_whether_and_by_how_much_it_is_better(
+def test_pair_says_in_words_whether_it_is_better(
     rewards: Sequence[tuple[float | None, float | None]], words: str
 ) -> None:
     tasks = [task(number, old, new) for number, (old, new) in enumerate(rewards)]
-    assert f"B against A: {words}" == compare_pair(tasks, "B", "A").words
+    assert compare_pair(tasks, "B", "A").words.startswith(f"B against A: {words}")

@@ -48,6 +48,14 @@ class TestJudge(RewardConformance):
         return judge(server)
 
 
+def test_judge_without_feedback_gives_the_score_and_the_reason_of_a_missing_one() -> None:
+    reward, _ = scored(GOOD, feedback=False)
+    assert (0.8, "") == (reward.value, reward.feedback)
+    missing, _ = scored(Reply(text="no idea"), feedback=False, retries=0)
+    assert missing.value is None
+    assert "no score in its answer" in missing.feedback
+
+
 def test_score_is_scaled_and_the_reason_is_kept(server: ScriptedModelServer) -> None:
     reward = one(judge(server), TASK, "42")
     assert (0.8, "judge", "evaluator") == (reward.value, reward.name, reward.source)

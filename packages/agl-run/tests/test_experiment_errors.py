@@ -76,11 +76,11 @@ def written(folder: Path, *, val: int) -> dict[str, Any]:
     [
         (0, {"validation_limit": 3}, "validation_limit is 3, and there are no validation tasks; set [experiment] val"),
         (0, {"final": "last"}, "final is 'last', and there are no validation tasks; set [experiment] val"),
-        (4, {"on_collapse": "stop", "validate_every": 1}, "from 5 validation tasks on, and there are 4; give"),
+        (10, {"on_collapse": "stop", "validate_every": 1}, "from 11 validation tasks on, and there are 10; give"),
         (
-            9,
+            20,
             {"on_collapse": "continue", "validate_every": 1, "validation_limit": 3},
-            "a collapse shows from 5 validation tasks on, and there are 3; give more of them",
+            "a collapse shows from 11 validation tasks on, and there are 3; give more of them",
         ),
     ],
 )
@@ -96,7 +96,7 @@ def test_setting_that_needs_other_validations_is_refused(
     ("val", "settings"),
     [
         (1, {"validation_limit": 3, "final": "last"}),
-        (5, {"on_collapse": "stop", "validate_every": 1}),
+        (11, {"on_collapse": "stop", "validate_every": 1}),
         (4, {"on_collapse": "rollback", "validate_every": 1}),
     ],
 )

@@ -42,11 +42,17 @@ class Line(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Figure(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Lines over the steps of all algorithms; ``is_thinned`` is true if some points are left out."""
+    """Lines over the steps of all algorithms, or over something else.
+
+    Attributes:
+        is_thinned: True if some points are left out.
+        over: One unit of the axis.
+    """
 
     name: str
     series: list[Line]
     is_thinned: bool = False
+    over: str = "step"
 
 
 def figure_of(name: str, metrics: Mapping[str, Sequence[Metric]]) -> Figure:

@@ -18,6 +18,7 @@ from agl_console.tokens import (
     tokens_view,
 )
 from agl_console.tree import LONGEST, Contents, Node, Text, facts_of, fate_of, kind_of, seconds_of, tree_of
+from agl_inspect.records.splits import served_facts
 from agl_inspect.rollouts.explanations import explain, explain_training
 from agl_inspect.rollouts.span_reader import SpanReader, read_episode
 from agl_inspect.rollouts.training import is_saved, training_of
@@ -59,6 +60,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
         algorithm: The algorithm that requested the rollout.
         step: The algorithm's step; ``None`` if the rollout belongs to no step.
         reward: The reward that trains.
+        facts: The user and the arm of a served conversation.
         attempt: The number of the attempt whose spans are shown; 0 for the rollout's own spans.
         seconds: The length of the time axis.
         rows: The rows of its calls.
@@ -78,6 +80,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
     reward: float | None
     rewards: list[Reward]
     resources: dict[str, str]
+    facts: list[str]
     created_at: float
     task: Text
     attempts: list[AttemptRow]
@@ -143,6 +146,7 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         reward=episode.reward,
         rewards=[span.reward for span in recorded_rewards(every, rollout.attempt_id) if span.reward is not None],
         resources=rollout.resources,
+        facts=served_facts(rollout),
         created_at=rollout.created_at,
         task=Contents().text("task", rollout.task),
         attempts=[_attempt(attempt) for attempt in attempts],

@@ -239,7 +239,7 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
     shown = known[_found(name, chosen.version, labels, known) or published[-1].version.version]
     parent = shown.version.parent if shown.version.parent in known else ""
     against = _found(name, chosen.against, labels, known) or parent
-    is_too_long, diff = _difference(known[against].version, shown.version) if against else (False, [])
+    is_too_long, diff = difference(known[against].version, shown.version) if against else (False, [])
     text = resource_text(shown.version.resource)
     records = await store.experiments()
     scores = {score.version: score for score in await store.scores(name)}
@@ -395,7 +395,7 @@ def _page(listed: Sequence[ListedVersion], before: str) -> Sequence[ListedVersio
     return listed[max(0, end - VERSIONS) : end] or listed[:1]
 
 
-def _difference(old: ResourceVersion, new: ResourceVersion) -> tuple[bool, list[DiffLine]]:
+def difference(old: ResourceVersion, new: ResourceVersion) -> tuple[bool, list[DiffLine]]:
     """Return true if two texts are too long to compare, and their difference."""
     texts = [resource_text(version.resource) for version in (old, new)]
     if any(len(text) > DIFFED or text.count("\n") > DIFFED // 10 for text in texts):

@@ -13,6 +13,14 @@ from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Record
 from agl_console.agents import AgentsFilter, agents_view
 from agl_console.group import GroupFilter, group_view
+from agl_console.learners import (
+    CandidateFilter,
+    LearnerFilter,
+    LearnersFilter,
+    candidate_view,
+    learner_view,
+    learners_view,
+)
 from agl_console.learning import LearningFilter, learning_view
 from agl_console.rollout import RolloutFilter, SpanView, rollout_tokens_view, rollout_view, span_view
 from agl_console.rollouts import RolloutsFilter, rollouts_view
@@ -53,7 +61,7 @@ async def read_view(store: Store, path: str, query: Query, vocabulary: Vocabular
             data = await view(store, *map(unquote, match.groups()), parsed(query, form))
             return View(template, data if vocabulary is None else _with_texts(data, vocabulary))
     raise NotFoundError(
-        "page", path, "the console has /, /runs/NAME, /rollouts, /rollouts/ID, /versions and /versions/NAME"
+        "page", path, "the console has /, /runs/NAME, /rollouts, /rollouts/ID, /versions, /versions/NAME and /learners"
     )
 
 
@@ -77,6 +85,9 @@ _VIEWS: tuple[tuple[str, str, Callable[..., Awaitable[Record]], type[Record]], .
     ("/group", "group.html", group_view, GroupFilter),
     ("/versions", "resources.html", resources_view, ResourcesFilter),
     ("/versions/([^/]+)", "versions.html", versions_view, VersionsFilter),
+    ("/learners", "learners.html", learners_view, LearnersFilter),
+    ("/learners/([^/]+)", "learner.html", learner_view, LearnerFilter),
+    ("/learners/([^/]+)/([^/]+)", "candidate.html", candidate_view, CandidateFilter),
 )
 """For each address: the pattern, the template, the view's function, and the type of the function's last argument."""
 

@@ -10,7 +10,9 @@ from agl.schemas import Record
 
 Factory: TypeAlias = str | Callable[..., Any]
 
-Kind = Literal["tracer", "reward", "store", "algorithm", "credit", "runner", "policy", "gateway", "exporter", "command"]
+Kind = Literal[
+    "tracer", "reward", "store", "algorithm", "credit", "runner", "policy", "gateway", "redactor", "exporter", "command"
+]
 """The kinds of components that plugins register."""
 
 PluginState = Literal["loaded", "broken", "disabled"]
@@ -103,6 +105,10 @@ class PolicyEntry(Entry, frozen=True, kw_only=True):
 
 class GatewayEntry(Entry, frozen=True, kw_only=True):
     """Registers a capture proxy; the factory builds an :class:`agl.contracts.Gateway`."""
+
+
+class RedactorEntry(Entry, frozen=True, kw_only=True):
+    """Registers a redactor; the factory builds an :class:`agl.contracts.Redactor` without parameters."""
 
 
 class ExporterEntry(Entry, frozen=True, kw_only=True):

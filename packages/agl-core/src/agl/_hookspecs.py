@@ -17,6 +17,7 @@ from agl._entries import (
     ExporterEntry,
     GatewayEntry,
     PolicyEntry,
+    RedactorEntry,
     RewardEntry,
     RunnerEntry,
     StoreEntry,
@@ -128,6 +129,20 @@ class AglSpec:
             @agl.hookimpl
             def agl_gateways():
                 yield GatewayEntry(name="gateway", factory="agl_gateway.embedded:EmbeddedGateway")
+        """
+
+    @hookspec
+    def agl_redactors(self) -> Iterable[RedactorEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Redactors, which remove personal data from texts before a gateway stores them; named by ``--redact``.
+
+        .. code-block:: python
+
+            from agl.contracts import RedactorEntry
+
+
+            @agl.hookimpl
+            def agl_redactors():
+                yield RedactorEntry(name="patterns", factory="agl_gateway.record.redaction:Patterns")
         """
 
     @hookspec

@@ -25,6 +25,7 @@ Waudby-Smith et al. 2022, arXiv 2210.10768, for shares that change with time.
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -145,7 +146,7 @@ class Gate:
             return None
         growth = max(self._better.growth(self.count), self._worse.growth(self.count))
         # A fifth of the bets grow about as fast as the best one, and the others lose their stake.
-        return math.ceil(math.log(5 / self.error) / growth) if growth > 0 else None
+        return math.ceil(math.log(5 / self.error) / growth) if growth > 1e-9 else None
 
     @property
     def words(self) -> str:
@@ -153,11 +154,11 @@ class Gate:
         differences = f"{self.count:,} difference{'' if self.count == 1 else 's'}"
         gain = f"gain {self.mean:+.3f}, from {self.lower:+.3f} to {self.upper:+.3f}"
         if self.verdict == "better":
-            return f"better, {odds_text(self.evidence)}: {gain}, {differences}"
+            return f"better, evidence {odds_text(self.evidence)}: {gain}, {differences}"
         if self.verdict == "worse":
-            return f"worse, {odds_text(self.evidence_of_harm)}: {gain}, {differences}"
+            return f"worse, evidence {odds_text(self.evidence_of_harm)}: {gain}, {differences}"
         needed = "no number would do" if self.needed is None else f"about {max(self.needed, self.count + 1):,} would do"
-        return f"cannot be told apart, {odds_text(self.evidence)}: {gain}, {differences}; {needed}"
+        return f"cannot be told apart, evidence {odds_text(self.evidence)}: {gain}, {differences}; {needed}"
 
     def _add(self, difference: float, weight: float) -> Verdict:
         self.count += 1
@@ -185,19 +186,20 @@ class Gate:
         return "open" if self.budget is None or self.count < self.budget else "undecidable"
 
     def _bound(self, sign: int) -> float:
-        """Return the largest gain that the differences, times ``sign``, refute, to 1e-6 of the span."""
+        """Return the largest gain that the differences, times ``sign``, refute, to 1e-5 of the span."""
         low, high = -1.0, 1.0
-        while high - low > 1e-6:
+        while high - low > 1e-5:
             middle = (low + high) / 2
-            wealth = _Wealth()
-            for (difference, weight), n in self._seen.items():
-                wealth.bet(_against(sign * difference, weight * middle), times=n)
-            low, high = (middle, high) if wealth.odds >= 1 / self.error else (low, middle)
+            seen = [(_against(sign * d, weight * middle), n) for (d, weight), n in self._seen.items()]
+            logs = [sum([n * math.log1p(bet * d) for d, n in seen]) for bet in BETS]
+            low, high = (middle, high) if _mean_odds(logs) >= 1 / self.error else (low, middle)
         return low * self.span
 
 
 def odds_text(odds: float) -> str:
     """Return odds as text, such as ``14 to 1``."""
+    if odds > 1e6:
+        return "over 1,000,000 to 1"
     return f"{odds:,.0f} to 1" if odds >= 10 else f"{odds:.2g} to 1"
 
 
@@ -207,18 +209,23 @@ class _Wealth:
     def __init__(self) -> None:
         self._logs = [0.0] * len(BETS)
 
-    def bet(self, difference: float, *, times: int = 1) -> None:
-        self._logs = [log + times * won for log, won in zip(self._logs, _won(difference), strict=True)]
+    def bet(self, difference: float) -> None:
+        self._logs = [log + won for log, won in zip(self._logs, _won(difference), strict=True)]
 
     @property
     def odds(self) -> float:
-        """The mean wealth; at most 1e300."""
-        largest = min(max(self._logs), 690.0)
-        return math.exp(largest) * math.fsum(math.exp(min(log - largest, 0.0)) for log in self._logs) / len(BETS)
+        """The mean wealth."""
+        return _mean_odds(self._logs)
 
     def growth(self, count: int) -> float:
         """Return the mean gain in log wealth of the best bet, for each of ``count`` differences."""
         return max(self._logs) / count
+
+
+def _mean_odds(logs: Sequence[float]) -> float:
+    """Return the mean of wealths, given as logarithms; at most 1e300."""
+    largest = min(max(logs), 690.0)
+    return math.exp(largest) * math.fsum(math.exp(min(log - largest, 0.0)) for log in logs) / len(logs)
 
 
 @lru_cache(10_000)

@@ -4,12 +4,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from agl import PluginManager
 from agl.contracts import Store, Upstream
 from agl.errors import CaptureError, ConfigError
 from agl.served_calls import CallGate
 from agl_gateway.access.certificate import certificate_of
 from agl_gateway.processes.gateway_process import GatewayProcess, refusal
 from agl_gateway.processes.loop_thread import LoopThread
+from agl_gateway.record.redaction import redaction_of
 from agl_gateway.record.spool_file import default_folder, left_text, spools_for
 from agl_gateway.relay.routing import Router
 from agl_gateway.service import GatewayService
@@ -26,6 +28,7 @@ class EmbeddedGateway(EmbeddedSettings):
 
     def __post_init__(self) -> None:
         self._certificate = certificate_of(self)
+        self._redaction = redaction_of(self.redact, PluginManager.from_environment()) if self.redact else None
         self._settings = Settings(**{one.name: getattr(self, one.name) for one in fields(EmbeddedSettings)})
         self._thread = LoopThread("agl-gateway")
         self._service: GatewayService | None = None
@@ -99,6 +102,7 @@ class EmbeddedGateway(EmbeddedSettings):
             tokens=tokens,
             settings=self._settings,
             certificate=self._certificate,
+            redaction=self._redaction,
             spools=spools,
         )
         return await self._service.start()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from agl import hookimpl
-from agl.contracts import CommandEntry, GatewayEntry, StoreEntry
+from agl.contracts import CommandEntry, GatewayEntry, RedactorEntry, StoreEntry
 
 
 @hookimpl
@@ -13,6 +13,16 @@ def agl_gateways() -> Iterable[GatewayEntry]:
         name="gateway",
         factory="agl_gateway.embedded:EmbeddedGateway",
         summary="capture proxy with real streaming, in its own thread",
+    )
+
+
+@hookimpl
+def agl_redactors() -> Iterable[RedactorEntry]:
+    """Registers the built-in redactor."""
+    yield RedactorEntry(
+        name="patterns",
+        factory="agl_gateway.record.redaction:Patterns",
+        summary="replaces e-mail addresses, telephone numbers, card numbers and keys",
     )
 
 

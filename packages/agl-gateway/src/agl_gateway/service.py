@@ -23,6 +23,7 @@ from agl_gateway.processes.attempt_facts import PATH, AttemptFacts, AttemptFacts
 from agl_gateway.processes.peers import Group, Peers, Siblings
 from agl_gateway.record.outage import Outage
 from agl_gateway.record.recorder import Recorder
+from agl_gateway.record.redaction import Redaction
 from agl_gateway.record.spool_file import SpoolFile
 from agl_gateway.record.traces import TracesApi
 from agl_gateway.relay.bodies import BodyReader, ByteBudget
@@ -42,8 +43,9 @@ from agl_gateway.traffic.api import END, RATE, RESOURCES, ConversationsApi, Spli
 from agl_gateway.traffic.arms import ArmRoutes, with_distinct_names
 from agl_gateway.traffic.conversations import Conversations
 from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep
-from agl_gateway.traffic.splits import Split, Splitter, check_labels
+from agl_gateway.traffic.splits import Splitter, check_labels, pins_of
 from agl_inspect.keys import Keys
+from agl_inspect.records.splits import ServedSplit
 from agl_run import advertised_url
 from agl_run.access import AttemptTokens
 
@@ -67,16 +69,18 @@ class GatewayService:
         admin_key: A key with the rights of an admin token, or a function that returns such keys, one per line.
         client_key: A key that allows conversations and nothing else, or a function as for ``admin_key``; it turns
             conversations on.
-        arms: True to send the calls of rollouts in a split to the version of their arm.
-        split: Assigns queued rollouts and conversations to arms; turns ``arms`` and conversations on.
+        arms: True to serve the split that the store holds, and to send the calls of rollouts in a split to the version
+            of their arm.
+        split: A split to serve instead; turns ``arms`` and conversations on.
         certificate: Makes the gateway listen with TLS only.
         spools: Files for calls that the store does not take at once: the gateway's own first, then those of gateways
             that are gone. Without any, calls wait for the store.
+        redaction: Redacts every span before it is recorded.
         group: The processes of a gateway with several processes.
         listener: A socket that already listens, shared by the group; the address in ``settings`` then only names it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # keyword-only; what each kind of gateway makes for itself
         self,
         *,
         store: Store,
@@ -86,9 +90,10 @@ class GatewayService:
         admin_key: str | Keys = "",
         client_key: str | Keys = "",
         arms: bool = False,
-        split: Split | None = None,
+        split: ServedSplit | None = None,
         certificate: Certificate | None = None,
         spools: Sequence[SpoolFile] = (),
+        redaction: Redaction | None = None,
         group: Group | None = None,
         listener: socket.socket | None = None,
     ) -> None:
@@ -99,7 +104,9 @@ class GatewayService:
         self.store = store
         self.tokens = tokens
         self.router = Router(with_distinct_names(upstreams))
-        self._splitter = Splitter(store, split) if split is not None else None
+        self._split = split
+        self._splitter = Splitter(store, split) if arms or split is not None else None
+        self._redaction = redaction or Redaction()
         self._outage = Outage(store, is_watched=bool(spools))
         self._arms = ArmRoutes(store, self.router, outage=self._outage) if arms or split is not None else None
         self._queue = QueueLength(store)
@@ -109,6 +116,7 @@ class GatewayService:
             spools=spools,
             spool_after_s=settings.spool_after_s,
             on_held=self.siblings.held,
+            redaction=self._redaction,
         )
         self._presence = GatewayPresence(
             store=store,
@@ -118,7 +126,8 @@ class GatewayService:
             is_shared=settings.is_shared,
             group="" if group is None else group.group_id,
         )
-        self._traffic = None if settings.share.is_all else _traffic(settings, split)
+        share, idle_s = settings.share, settings.conversation_idle_s
+        self._traffic = None if share.is_all else KeptTraffic(share, idle_s=idle_s)
         self.attempts = RunningAttempts(store, outage=self._outage)
         self.session = make_session(timeout_s=settings.timeout_s)
         self.peers = Peers(
@@ -131,7 +140,7 @@ class GatewayService:
             admin_key=self._peer_key,
             is_shared=settings.is_shared,
         )
-        self._conversations = self._new_conversations() if self._splitter is not None or client_key else None
+        self._conversations = self._new_conversations() if split is not None or client_key else None
         self._reach = WorkerReach(store, tokens=tokens, attempts=self.attempts)
         self._feed = Feed(
             store=store,
@@ -278,8 +287,16 @@ class GatewayService:
             quotas=quotas,
             reach=self._reach,
             splitter=self._splitter,
+            redaction=self._redaction,
         )
-        traces = TracesApi(store=store, admission=admission, stored=stored, attempts=attempts, quotas=quotas)
+        traces = TracesApi(
+            store=store,
+            admission=admission,
+            stored=stored,
+            attempts=attempts,
+            quotas=quotas,
+            redaction=self._redaction,
+        )
         status = StatusApi(
             admission=admission,
             access=StatusAccess(
@@ -332,7 +349,7 @@ class GatewayService:
         routes: dict[str, Handle] = {f"POST {END}": api.end, f"POST {RATE}": api.rate}
         if self._splitter is None:
             return routes
-        split = SplitApi(admission=admission, store=self.store, split=self._splitter.split, conversations=conversations)
+        split = SplitApi(admission=admission, store=self.store, splitter=self._splitter, conversations=conversations)
         return {**routes, "GET /split": split.report, f"GET {RESOURCES}*": split.resource}
 
     def _new_conversations(self) -> Conversations:
@@ -343,14 +360,19 @@ class GatewayService:
             settle=self.peers.settle,
             idle_s=self._settings.conversation_idle_s,
             outage=self._outage,
+            redaction=self._redaction,
             traffic=self._traffic,
         )
 
     async def _check_split(self) -> None:
-        if self._splitter is None or self._arms is None:
-            return
-        await check_labels(self.store, self._splitter.split.shares)
-        await self._arms.check(await self._splitter.pins())
+        if self._split is not None and self._arms is not None:
+            await check_labels(self.store, self._split.shares)
+            await self._arms.check(await pins_of(self.store, list(self._split.shares)))
+        if self._traffic is not None and self._splitter is not None and await self._splitter.current() is not None:
+            raise ConfigError(
+                "a split compares its arms by all of their conversations, so none may be left out: take away --split, "
+                "or --base-rate and --max-spans-per-minute; a split of agl learn needs all conversations too"
+            )
 
     def _server(self, handler: Dispatcher) -> ConnectionServer:
         return ConnectionServer(
@@ -380,13 +402,3 @@ def _gateway_id(spools: Sequence[SpoolFile], settings: Settings) -> str:
     if not spools:
         return ""
     return spools[0].store_id if settings.is_shared else spools[0].gateway_id
-
-
-def _traffic(settings: Settings, split: Split | None) -> KeptTraffic:
-    """Return the rule that decides which conversations are recorded; raises :class:`ConfigError` with a split."""
-    if split is not None:
-        raise ConfigError(
-            "a split compares its arms by all of their conversations, so none may be left out: take away --split, or "
-            "--base-rate and --max-spans-per-minute"
-        )
-    return KeptTraffic(settings.share, idle_s=settings.conversation_idle_s)

@@ -22,6 +22,8 @@ class EmbeddedSettings:
         tls_cert: Certificate chain in PEM. With it, the gateway accepts only TLS connections. The file is read again
             when it changes.
         tls_key: Private key of the certificate in PEM, unless it is in the same file.
+        redact: Name of the redactor through which every text passes before it is recorded, such as ``patterns``. By
+            default, texts are recorded as they are.
         audit_log: Append a line of JSON to this file for each privileged action.
         timeout_s: Seconds that a backend may be silent.
         max_answer: Largest answer of a backend in bytes, which the gateway holds in memory until it is recorded.
@@ -41,6 +43,7 @@ class EmbeddedSettings:
     spool: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    redact: str = ""
     audit_log: str = ""
     timeout_s: float = 600.0
     max_answer: int = 40 * 1024 * 1024

@@ -1,192 +1,197 @@
-"""Compares the rewards of two versions: computes intervals of the difference and of the ratio of their means.
+"""Compares the rewards of two versions by the gate, and computes Student's interval of a mean for display.
 
-Welch 1947, "The generalization of Student's problem when several different population variances are involved";
-Fieller 1954, "Some problems in interval estimation", for the ratio.
-:func:`compare` treats rollouts as independent. Several rollouts of one task are not independent, so its intervals are
-slightly too narrow. :func:`compare_tasks` takes the tasks that both versions ran, and computes Student's interval of
-the differences of their means. This interval is narrower where tasks differ more than versions do.
+A comparison has a verdict only if the evidence is strong enough, see :class:`agl.Gate`. It may be repeated after every
+new rollout: frequent looks do not make a wrong verdict likelier.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist, covariance, fmean, variance
-from typing import Any
+from statistics import NormalDist, fmean, variance
+from typing import Literal
 
+from agl import Gate
+from agl.acceptance import odds_text
 from agl.errors import ConfigError
 from agl.hints import count_of
 from agl.schemas import Record
 from agl_inspect.text import ends
-
-FEWEST_ALIKE = 6
-"""From this number of tasks on, differences that are all equal count as significant.
-
-Their interval has no width and shows nothing, but the probability that all differences have the same sign by chance is
-2 / 2 ** 6 < 0.05.
-"""
 
 
 class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The rewards of a new version against those of an old one.
 
     Attributes:
-        difference: Mean of the new rewards minus that of the old ones.
-        low: Lower end of the difference's interval.
-        high: Upper end of the difference's interval.
-        confidence: Confidence level of the intervals.
+        verdict: ``better`` or ``worse`` if the evidence for it has reached ``threshold``.
+        difference: The estimated gain: the mean difference, new minus old.
+        low: Lower bound of the difference, wrong with a probability of at most 1 / ``threshold``.
+        high: Upper bound of the difference, wrong with a probability of at most 1 / ``threshold``.
+        evidence: The odds that the new version is better; 14 means 14 to 1.
+        evidence_of_harm: The odds that the new version is worse.
+        threshold: The odds from which a verdict follows.
+        pairs: Number of differences: of tasks, of pairs of rollouts, or of units of a split.
+        needed: About how many of them would do if the rest is like these, at least one more; ``None`` if no number
+            would.
         policy_improvement_ratio: Mean of the new rewards divided by that of the old ones; ``None`` unless the old
             mean is above 0.
-        old_count: Number of old rewards.
-        new_count: Number of new rewards.
-        ratio_low: Lower end of the ratio's interval, which contains 1 exactly when the difference's interval contains
-            0. ``None`` if the old mean is not clearly above 0 at this confidence: the interval is unbounded then.
-        ratio_high: Upper end of the ratio's interval; ``None`` exactly when ``ratio_low`` is.
-        paired_tasks: Number of tasks by which rewards were paired; 0 if they were not paired.
+        old_count: Number of old rewards that count.
+        new_count: Number of new rewards that count.
+        paired_tasks: Number of tasks by which rewards were paired; 0 if they were not.
+        is_split: Whether a split assigned the versions, so each reward was compared with the usual old one.
     """
 
+    verdict: Literal["better", "worse", "undecidable"]
     difference: float
     low: float
     high: float
-    confidence: float
+    evidence: float
+    evidence_of_harm: float
+    threshold: float
+    pairs: int
+    needed: int | None
     policy_improvement_ratio: float | None
     old_count: int
     new_count: int
-    ratio_low: float | None = None
-    ratio_high: float | None = None
     paired_tasks: int = 0
+    is_split: bool = False
 
     @property
     def words(self) -> str:
         """The comparison in one line."""
-        paired = f", paired by {count_of(self.paired_tasks, 'task')}" if self.paired_tasks else ""
-        interval = ends(self.low, self.high, "+.4f", label=f", {self.confidence:.0%} interval")
-        counts = f"{self.old_count} and {count_of(self.new_count, 'rollout')}"
-        return f"difference {self.difference:+.4f}{interval}{_ratio(self)}{paired}, {counts}"
+        interval = ends(self.low, self.high, "+.4f")
+        return f"{self._outcome}: difference {self.difference:+.4f}{interval}{self._ratio}, {self._counts}{self._rest}"
+
+    @property
+    def _outcome(self) -> str:
+        found = f"evidence {odds_text(max(self.evidence, self.evidence_of_harm))}"
+        if self.verdict != "undecidable":
+            return f"{self.verdict}, {found}"
+        favoured = "old" if self.evidence_of_harm > self.evidence else "new"
+        return f"cannot be told apart, {found} for the {favoured} version, {odds_text(self.threshold)} needed"
+
+    @property
+    def _ratio(self) -> str:
+        ratio = self.policy_improvement_ratio
+        return "" if ratio is None else f", policy_improvement_ratio {ratio:.3f}"
+
+    @property
+    def _counts(self) -> str:
+        paired = f"paired by {count_of(self.paired_tasks, 'task')}, " if self.paired_tasks else ""
+        return f"{paired}{self.old_count:,} and {count_of(self.new_count, 'rollout')}"
+
+    @property
+    def _rest(self) -> str:
+        if self.verdict != "undecidable":
+            return ""
+        things = "tasks" if self.paired_tasks else "users or conversations" if self.is_split else "pairs of rollouts"
+        return f"; about {self.needed:,} {things} would do" if self.needed else "; more of the same would not do"
 
 
-def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0.95) -> Comparison:
-    """Compare two samples of rewards; raises :class:`ConfigError` if a sample has fewer than two rewards."""
-    if len(old) < 2 or len(new) < 2:
+def compare(
+    old: Sequence[float], new: Sequence[float], *, error: float = 0.05, gain: float = 0.0, span: float | None = None
+) -> Comparison:
+    """Compare two samples of independent rewards; the first old reward is paired with the first new one, and so on.
+
+    Rewards without a partner are left out.
+
+    Args:
+        old: The rewards of the old version, in an order that does not depend on them, such as that of their arrival.
+        new: The rewards of the new version.
+        error: The largest probability of a wrong verdict; ``better`` and ``worse`` have one half each.
+        gain: The gain in reward above which the new version counts as better.
+        span: The largest possible reward minus the smallest one. By default 1 if all rewards lie between 0 and 1,
+            otherwise the largest reward seen minus the smallest one. ``error`` then holds only if no reward can lie
+            outside that range.
+
+    Raises:
+        ConfigError: A sample is empty.
+    """
+    if not old or not new:
         raise ConfigError(
-            f"there are {count_of(len(old), 'reward')} of the old version and {len(new)} of the new one, and an "
-            "interval needs two of each at least; record more rollouts"
+            f"there are {count_of(len(old), 'reward')} of the old version and {len(new)} of the new one, and a "
+            "comparison needs one of each at least; record more rollouts"
         )
-    parts = variance(old) / len(old), variance(new) / len(new)
-    quantile = student_quantile(0.5 + _checked(confidence) / 2, _freedom(parts, (len(old), len(new))))
-    compared = _compared((fmean(old), fmean(new)), parts, quantile=quantile)
-    return Comparison(confidence=confidence, old_count=len(old), new_count=len(new), **compared)
+    count = min(len(old), len(new))
+    old, new = old[:count], new[:count]
+    gate = _filled(old, new, error=error / 2, gain=gain, span=span)
+    return comparison_of(gate, means=(fmean(old), fmean(new)), counts=(count, count))
 
 
 def compare_tasks(
-    old: Mapping[str, Sequence[float]], new: Mapping[str, Sequence[float]], *, confidence: float = 0.95
+    old: Mapping[str, Sequence[float]],
+    new: Mapping[str, Sequence[float]],
+    *,
+    error: float = 0.05,
+    gain: float = 0.0,
+    span: float | None = None,
 ) -> Comparison:
-    """Compare two samples of rewards by task, over the tasks that both samples have.
+    """Compare two samples of rewards by task, over the tasks that both samples have, as :func:`compare` does.
 
-    Raises :class:`ConfigError` if the samples have fewer than two tasks in common.
-    """
-    common = [task for task in old if task in new]
-    if len(common) < 2:
-        shared = count_of(len(common), "task")
-        raise ConfigError(f"the samples have {shared} in common, and an interval needs two at least")
-    first, second = ([fmean(rewards[task]) for task in common] for rewards in (old, new))
-    n = len(common)
-    compared = _compared(
-        (fmean(first), fmean(second)),
-        (variance(first) / n, variance(second) / n),
-        shared=covariance(first, second) / n,
-        quantile=student_quantile(0.5 + _checked(confidence) / 2, n - 1),
-    )
-    counts = [sum(len(rewards[task]) for task in common) for rewards in (old, new)]
-    return Comparison(confidence=confidence, old_count=counts[0], new_count=counts[1], paired_tasks=n, **compared)
-
-
-def _compared(
-    means: tuple[float, float], parts: tuple[float, float], *, quantile: float, shared: float = 0.0
-) -> dict[str, Any]:
-    """Return the difference and the ratio of two means with their intervals.
-
-    Args:
-        means: The old mean and the new one.
-        parts: The variances of the two means.
-        quantile: Half the interval's width in standard errors.
-        shared: The covariance of the two means.
-    """
-    difference = means[1] - means[0]
-    width = quantile * math.sqrt(max(0.0, sum(parts) - 2 * shared))
-    ratio_low, ratio_high = _ratio_interval(means, parts, quantile=quantile, shared=shared)
-    return {
-        "difference": difference,
-        "low": difference - width,
-        "high": difference + width,
-        "policy_improvement_ratio": means[1] / means[0] if means[0] > 0 else None,
-        "ratio_low": ratio_low,
-        "ratio_high": ratio_high,
-    }
-
-
-def _ratio_interval(
-    means: tuple[float, float], parts: tuple[float, float], *, quantile: float, shared: float
-) -> tuple[float | None, float | None]:
-    """Return Fieller's interval of the ratio of two means; both ends are ``None`` if it is unbounded.
-
-    It contains every ratio r with (new - r * old)^2 <= quantile^2 * (part_new - 2 * r * shared + r^2 * part_old).
-    """
-    old, new = means
-    squared = quantile**2
-    leading, middle = old**2 - squared * parts[0], old * new - squared * shared
-    if old <= 0 or leading <= 0:
-        return None, None
-    root = math.sqrt(max(0.0, middle * middle - leading * (new**2 - squared * parts[1])))
-    return (middle - root) / leading, (middle + root) / leading
-
-
-def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the ends of Student's interval of the values' mean; infinite for fewer than two values."""
-    if len(values) < 2:
-        return -math.inf, math.inf
-    quantile = student_quantile(0.5 + _checked(confidence) / 2, len(values) - 1)
-    width = quantile * math.sqrt(variance(values) / len(values))
-    return fmean(values) - width, fmean(values) + width
-
-
-class Criterion(Record, frozen=True, kw_only=True):
-    """The condition under which one version counts as better than another.
-
-    Both versions need ``min_rollouts`` rewards, and the interval of the difference must lie above ``min_gain``.
-    """
-
-    confidence: float = 0.95
-    min_gain: float = 0.0
-    min_rollouts: int = 20
-
-
-def check_better(old: tuple[str, Sequence[float]], new: tuple[str, Sequence[float]], bar: Criterion) -> str:
-    """Compare two versions, given as (name, rewards); return the comparison in one line if ``new`` is better.
+    A task enters once, by the mean of its rewards.
 
     Raises:
-        ConfigError: The rewards do not meet the criterion ``bar``; the message gives the numbers.
+        ConfigError: The samples have no task in common.
     """
-    head = f"{new[0]} is not shown to be better than {old[0]}"
-    if min(len(old[1]), len(new[1])) < max(2, bar.min_rollouts):
-        raise ConfigError(
-            f"{head}: there are {count_of(len(old[1]), 'reward')} of the old version and {len(new[1])} of the new "
-            f"one, and the criterion wants {max(2, bar.min_rollouts)} of each; record more rollouts, or lower "
-            "--min-rollouts"
-        )
-    result = compare(old[1], new[1], confidence=bar.confidence)
-    if result.low <= bar.min_gain:
-        raise ConfigError(
-            f"{head}: {result.words}; the interval must lie above {bar.min_gain:g}. "
-            "Record more rollouts, or promote without --if-better"
-        )
-    return result.words
+    common = [task for task in old if task in new]
+    if not common:
+        raise ConfigError("the samples have no task in common; validate both versions on the same tasks")
+    first, second = ([fmean(rewards[task]) for task in common] for rewards in (old, new))
+    gate = _filled(first, second, error=error / 2, gain=gain, span=span)
+    counts = sum(len(old[task]) for task in common), sum(len(new[task]) for task in common)
+    return comparison_of(gate, means=(fmean(first), fmean(second)), counts=counts, paired_tasks=len(common))
 
 
-def _ratio(result: Comparison) -> str:
-    if result.policy_improvement_ratio is None:
-        return ", no ratio to a mean that is not above 0"
-    unknown = " without interval, because the old mean is not clear of 0" if result.ratio_low is None else ""
-    interval = ends(result.ratio_low, result.ratio_high) or unknown
-    return f", policy_improvement_ratio {result.policy_improvement_ratio:.3f}{interval}"
+def comparison_of(
+    gate: Gate,
+    *,
+    means: tuple[float, float],
+    counts: tuple[int, int],
+    paired_tasks: int = 0,
+    is_split: bool = False,
+) -> Comparison:
+    """Return the state of a gate as a comparison.
+
+    The verdict follows from the present evidence and not from the first verdict of the gate. So it does not depend on
+    the order of the differences, which may follow the kinds of tasks.
+    """
+    threshold = 1 / gate.error
+    is_better, is_worse = gate.evidence >= threshold, gate.evidence_of_harm >= threshold
+    return Comparison(
+        verdict="better" if is_better else "worse" if is_worse else "undecidable",
+        difference=gate.mean,
+        low=gate.lower,
+        high=gate.upper,
+        evidence=gate.evidence,
+        evidence_of_harm=gate.evidence_of_harm,
+        threshold=threshold,
+        pairs=gate.count,
+        needed=None if gate.needed is None else max(gate.needed, gate.count + 1),
+        policy_improvement_ratio=means[1] / means[0] if means[0] > 0 else None,
+        old_count=counts[0],
+        new_count=counts[1],
+        paired_tasks=paired_tasks,
+        is_split=is_split,
+    )
+
+
+def _filled(old: Sequence[float], new: Sequence[float], *, error: float, gain: float, span: float | None) -> Gate:
+    gate = Gate(error=error, gain=gain, span=span_of([*old, *new]) if span is None else span)
+    for before, after in zip(old, new, strict=True):
+        gate.update(before, after)
+    return gate
+
+
+def span_of(rewards: Sequence[float]) -> float:
+    """Return 1 if all rewards lie between 0 and 1, otherwise the largest one minus the smallest one."""
+    low, high = min(rewards, default=0.0), max(rewards, default=1.0)
+    return 1.0 if low == high or 0 <= low <= high <= 1 else high - low
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of Student's 95 % interval of the values' mean; infinite for fewer than two values."""
+    if len(values) < 2:
+        return -math.inf, math.inf
+    width = student_quantile(0.975, len(values) - 1) * math.sqrt(variance(values) / len(values))
+    return fmean(values) - width, fmean(values) + width
 
 
 def student_quantile(probability: float, freedom: float) -> float:
@@ -234,15 +239,3 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
 
 def _away(value: float, tiny: float) -> float:
     return value if abs(value) > tiny else tiny
-
-
-def _freedom(parts: tuple[float, float], counts: tuple[int, int]) -> float:
-    """Return the degrees of freedom after Welch and Satterthwaite; infinite if no reward varies."""
-    below = sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
-    return sum(parts) ** 2 / below if below > 0 else math.inf
-
-
-def _checked(confidence: float) -> float:
-    if not 0.0 < confidence < 1.0:
-        raise ConfigError(f"the confidence {confidence} is not between 0 and 1; give one such as 0.95")
-    return confidence

@@ -12,7 +12,7 @@ import msgspec
 from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.hints import count_of, did_you_mean
-from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
+from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion, Rollout
 from agl_inspect.records import labels
 from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, TRIAL, group_id_of
 from agl_inspect.records.shelf import Shelf
@@ -78,11 +78,12 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
     rewards: list[float]
     validated: dict[str, list[float]] = {}
 
-    def summary(self, confidence: float) -> str:
-        """Describe the mean reward of the version with its interval."""
+    @property
+    def summary(self) -> str:
+        """The mean reward of the version with its 95 % interval."""
         if not self.rewards:
             return "no finished rollout with a reward ran with it"
-        low, high = interval(self.rewards, confidence=confidence)
+        low, high = interval(self.rewards)
         return f"mean {fmean(self.rewards):.4f}{ends(low, high, '.4f')} over {count_of(len(self.rewards), 'rollout')}"
 
 
@@ -211,17 +212,25 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
 
 
 async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: str | None) -> list[Arm]:
-    """Collect, for each version, the rewards of finished rollouts and conversations; a failure counts as 0."""
-    found = {version: Arm(version=version, rewards=[], validated={}) for version in versions}
+    """Collect, for each version, the rewards of finished rollouts and conversations, in the order in which they ended.
+
+    A failure counts as 0.
+    """
+    found: list[tuple[Rollout, float]] = []
     async for page in pages(store, RolloutQuery(experiment=experiment, status=COUNTED, limit=_MANY)):
-        ours = [r.rollout_id for r in page if is_counted(r) and r.resources.get(name, "") in found]
-        async for rollout, reward in rewards_of(store, ours):
-            if reward is not None or rollout.status == "failed":
-                arm = found[rollout.resources[name]]
-                arm.rewards.append(reward or 0.0)
-                if rollout.mode == "val":
-                    arm.validated.setdefault(group_id_of(rollout.task), []).append(reward or 0.0)
-    return list(found.values())
+        ours = [r.rollout_id for r in page if is_counted(r) and r.resources.get(name, "") in versions]
+        scored = [each async for each in rewards_of(store, ours)]
+        found += [(r, reward or 0.0) for r, reward in scored if reward is not None or r.status == "failed"]
+    found.sort(key=lambda each: each[0].finished_at or each[0].started_at)  # a conversation may not have ended
+    return [_arm(version, [each for each in found if each[0].resources[name] == version]) for version in versions]
+
+
+def _arm(version: str, found: Sequence[tuple[Rollout, float]]) -> Arm:
+    validated: dict[str, list[float]] = {}
+    for rollout, reward in found:
+        if rollout.mode == "val":
+            validated.setdefault(group_id_of(rollout.task), []).append(reward)
+    return Arm(version=version, rewards=[reward for _, reward in found], validated=validated)
 
 
 def resource_text(resource: Resource) -> str:
@@ -259,26 +268,34 @@ async def _known(store: Store, name: str) -> str:
     return did_you_mean(name, names, otherwise=there)
 
 
-def compare_arms(old: Arm, new: Arm, *, confidence: float) -> tuple[Comparison, tuple[Arm, Arm], str]:
+def compare_arms(
+    old: Arm, new: Arm, *, error: float = 0.05, gain: float = 0.0
+) -> tuple[Comparison, tuple[Arm, Arm], str]:
     """Compare two versions by their rewards.
 
     Rewards are paired by task if the versions have at least two validation tasks in common, and these are at least half
-    of the validation tasks of each version. Otherwise all rollouts count.
+    of the validation tasks of each version. Otherwise all rollouts count, paired in the order in which they ended.
 
     Returns:
         The comparison, both arms reduced to the rewards that count in it, and a note on the pairing.
 
     Raises:
-        ConfigError: A version has too few rewards.
+        ConfigError: A version has no rewards.
     """
     common = [task for task in old.validated if task in new.validated]
     counts = len(old.validated), len(new.validated)
     if len(common) < 2 or 2 * len(common) < max(counts):
-        return compare(old.rewards, new.rewards, confidence=confidence), (old, new), _why_not(old, new, len(common))
+        arms = _first(old, len(new.rewards)), _first(new, len(old.rewards))
+        return compare(old.rewards, new.rewards, error=error, gain=gain), arms, _why_not(old, new, len(common))
     arms = _on(old, common), _on(new, common)
     left_out = sum(counts) - 2 * len(common)
     note = f"tasks that only one of them was validated on are left out: {left_out}" if left_out else ""
-    return compare_tasks(arms[0].validated, arms[1].validated, confidence=confidence), arms, note
+    return compare_tasks(arms[0].validated, arms[1].validated, error=error, gain=gain), arms, note
+
+
+def _first(arm: Arm, count: int) -> Arm:
+    """Return the arm reduced to its first ``count`` rewards."""
+    return Arm(version=arm.version, rewards=arm.rewards[:count])
 
 
 def _on(arm: Arm, tasks: list[str]) -> Arm:
@@ -305,12 +322,8 @@ class TrialScore(Record, frozen=True, kw_only=True, omit_defaults=False):
         low: Lower end of the 95 % interval of ``mean`` over tasks; ``None`` for fewer than two tasks.
         high: Upper end of the 95 % interval of ``mean`` over tasks; ``None`` for fewer than two tasks.
         tasks: Number of tasks on which the version has a reward.
-        difference: Mean of the version minus the mean of the baseline, paired by task; ``None`` for the baseline
-            itself, and if fewer than two tasks have rewards of both.
-        difference_low: Lower end of the 95 % interval of ``difference``.
-        difference_high: Upper end of the 95 % interval of ``difference``.
-        paired: Number of tasks with rewards of both the version and the baseline.
-        verdict: ``better``, ``worse`` or ``unclear``; ``""`` for the baseline.
+        comparison: The version against the baseline, paired by task; ``None`` for the baseline itself, and if no task
+            has rewards of both.
     """
 
     version: str
@@ -318,11 +331,7 @@ class TrialScore(Record, frozen=True, kw_only=True, omit_defaults=False):
     low: float | None
     high: float | None
     tasks: int
-    difference: float | None = None
-    difference_low: float | None = None
-    difference_high: float | None = None
-    paired: int = 0
-    verdict: str = ""
+    comparison: Comparison | None = None
 
 
 class Trial(Record, frozen=True, kw_only=True, omit_defaults=False):

@@ -1,17 +1,19 @@
 """Forks a recorded rollout at one of its calls, for ``agl replay --fork``."""
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from msgspec.structs import replace
+
+from agl.acceptance import odds_text
 from agl.contracts import ForkPlan, Recording, RolloutQuery, Store, is_diverged
 from agl.errors import NotFoundError
 from agl.schemas import Episode, Record, Rollout
 from agl_inspect.records.names import FORKS
 from agl_inspect.rollouts.answers import answer_counts
-from agl_inspect.statistics import FEWEST_ALIKE, interval
+from agl_inspect.statistics import Comparison, compare
 from agl_run import Progress
 from agl_run.engine import Plan, cancel_unfinished, read_finished, trial
 
@@ -65,7 +67,8 @@ async def read_ended(store: Store, rollouts: Sequence[Rollout]) -> list[Recordin
     return await read_finished(store, [one.rollout_id for one in known if one.status in ("succeeded", "failed")])
 
 
-CONFIDENCE = 0.95
+MOST = 1000
+"""The most forks of one call."""
 
 
 class ForkedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -99,8 +102,7 @@ class ForkReport(Record, frozen=True, kw_only=True, omit_defaults=False):
         agent: The agent that made the call.
         reward: The recorded reward.
         mean: Mean of the forks' rewards; ``None`` if no fork has a reward.
-        low: Lower end of Student's 95 % interval of ``mean``; ``None`` for fewer than two rewards.
-        high: Upper end of the same interval.
+        comparison: The rewards of the forks against the recorded reward; ``None`` if either is missing.
         verdict: The comparison as a sentence.
         is_complete: False if the forks were stopped before all of them had ended.
     """
@@ -111,12 +113,11 @@ class ForkReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     span_id: str
     agent: str
     reward: float | None
-    mean: float | None
-    low: float | None
-    high: float | None
-    verdict: str
     is_complete: bool
     forks: list[ForkedRollout]
+    mean: float | None = None
+    comparison: Comparison | None = None
+    verdict: str = ""
 
 
 def describe_fork(episode: Episode) -> ForkedRollout:
@@ -135,37 +136,28 @@ def describe_fork(episode: Episode) -> ForkedRollout:
 
 
 def judged(report: ForkReport) -> ForkReport:
-    """Return the report with the mean reward of its forks, the interval and the verdict filled in."""
+    """Return the report with the mean reward of its forks, the comparison and the verdict filled in."""
     rewards = [fork.reward for fork in report.forks if fork.reward is not None]
-    low, high = interval(rewards, confidence=CONFIDENCE) if rewards else (-math.inf, math.inf)
-    is_known = math.isfinite(low)
-    return ForkReport(
-        **{name: getattr(report, name) for name in ForkReport.__struct_fields__ if name not in _JUDGED},
-        mean=fmean(rewards) if rewards else None,
-        low=low if is_known else None,
-        high=high if is_known else None,
-        verdict=_verdict(report, rewards, low, high),
-    )
+    mean = fmean(rewards) if rewards else None
+    if mean is None or report.reward is None:
+        missing = "no fork has a reward" if mean is None else "the recorded rollout has no reward"
+        return replace(report, mean=mean, verdict=f"{missing}, so nothing can be said about the call")
+    comparison = compare([report.reward] * len(rewards), rewards)
+    return replace(report, mean=mean, comparison=comparison, verdict=_verdict(report, comparison))
 
 
-_JUDGED = ("mean", "low", "high", "verdict")
-
-
-def _verdict(report: ForkReport, rewards: Sequence[float], low: float, high: float) -> str:
-    if not rewards:
-        return "no fork has a reward, so nothing can be said about the call"
-    if report.reward is None:
-        return "the recorded rollout has no reward to compare with"
-    if not math.isfinite(low):
-        return "one reward says nothing certain; take more forks with --n"
-    if len(set(rewards)) == 1 and rewards[0] != report.reward and len(rewards) < FEWEST_ALIKE:
-        alike = f"all {len(rewards)} rewards of the forks are {rewards[0]:g}, which may be chance"
-        return f"{alike}; take {FEWEST_ALIKE} forks at least with --n"
+def _verdict(report: ForkReport, found: Comparison) -> str:
     later = f" or later; --at {report.call + 1} tells the two apart" if report.call < report.calls else ""
-    if low > report.reward:
-        return f"the forks do better than the recorded run, so it went wrong at call {report.call}{later}"
-    if high < report.reward:
-        return f"the forks do worse than the recorded run, which owes its reward to call {report.call}{later}"
+    odds = f"evidence {odds_text(max(found.evidence, found.evidence_of_harm))}"
+    if found.verdict == "better":
+        return f"the forks do better than the recorded run, {odds}, so it went wrong at call {report.call}{later}"
+    if found.verdict == "worse":
+        return f"the forks do worse than the recorded run, {odds}, which owes its reward to call {report.call}{later}"
+    if found.needed is not None and found.needed <= MOST:
+        return (
+            f"the forks cannot be told apart from the recorded run: {odds}, and {odds_text(found.threshold)} is "
+            f"needed; about {found.needed:,} forks would do, see --n"
+        )
     if report.call == 1:
         return "the forks do as the recorded run did: its reward is what this task usually brings"
     return (

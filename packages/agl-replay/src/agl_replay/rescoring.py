@@ -157,13 +157,17 @@ async def make_rescorer(plan: Plan, *, before: ScoreOptions) -> Rescorer:
         )
     with placeholder_keys():
         check_known(plan)
+    return Rescorer(await build_emitters(plan), before=before, after=score_options(plan.config.experiment))
+
+
+async def build_emitters(plan: Plan) -> list[tuple[str, RewardEmitter]]:
+    """Build an experiment's rewards for recorded rollouts; return them as ``(name, emitter)``.
+
+    Rewards can call the policies that are endpoints; the others would have to be started.
+    """
     upstreams, unreachable = await _endpoints(plan)
     emitters = build_rewards(plan, upstreams, unreachable=unreachable)
-    return Rescorer(
-        [(name, named(name, emitter, folder=plan.folder)) for name, emitter in emitters],
-        before=before,
-        after=score_options(plan.config.experiment),
-    )
+    return [(name, named(name, emitter, folder=plan.folder)) for name, emitter in emitters]
 
 
 def rewards_plan(config: ExperimentConfig, *, folder: Path, manager: PluginManager) -> Plan:

@@ -7,11 +7,10 @@ rollouts change their order, and the silent groups.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 
 from agl.schemas import Record, Reward
-from agl_inspect.statistics import Comparison, compare_tasks
 from agl_replay.rescoring import Rescored
 
 _EQUAL = 1e-9
@@ -93,7 +92,6 @@ class RewardChange(Record, frozen=True, kw_only=True, omit_defaults=False):
         before: Mean over tasks of the recorded rewards, of the rollouts that have both rewards.
         after: Mean over tasks of the new rewards, of the same rollouts.
         tasks: Number of tasks of these rollouts.
-        difference: Comparison by task, or by rollout if there is only one task; ``None`` for a single rollout.
         groups: The changes within groups.
         parts: The changes of each reward and of its parts.
         errors: Number of errors of emitters by their text, the most frequent first.
@@ -107,7 +105,6 @@ class RewardChange(Record, frozen=True, kw_only=True, omit_defaults=False):
     before: float | None
     after: float | None
     tasks: int
-    difference: Comparison | None
     groups: GroupChange
     parts: list[PartChange]
     errors: dict[str, int]
@@ -129,7 +126,6 @@ def sum_up(found: Sequence[Rescored]) -> RewardChange:
         before=fmean([one for one, _ in means]) if means else None,
         after=fmean([one for _, one in means]) if means else None,
         tasks=len(by_task),
-        difference=_difference(by_task),
         groups=_groups([pair for pair in by_group.values() if len(pair[0]) > 1]),
         parts=_parts(scored),
         errors=_errors(scored),
@@ -146,16 +142,6 @@ def _gathered(values: Iterable[tuple[str, float, float]]) -> dict[str, _Pairs]:
         both[0].append(before)
         both[1].append(after)
     return found
-
-
-def _difference(by_task: Mapping[str, _Pairs]) -> Comparison | None:
-    if len(by_task) == 1:
-        ((before, after),) = by_task.values()
-        by_task = {str(number): ([one], [other]) for number, (one, other) in enumerate(zip(before, after, strict=True))}
-    if len(by_task) < 2:
-        return None
-    old, new = ({key: pair[at] for key, pair in by_task.items()} for at in (0, 1))
-    return compare_tasks(old, new)
 
 
 def _groups(groups: Sequence[_Pairs]) -> GroupChange:

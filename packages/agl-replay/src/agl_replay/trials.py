@@ -3,14 +3,13 @@
 A failed rollout counts as 0, as in ``agl resources compare``; a successful rollout without a reward is left out.
 """
 
-import math
 import string
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist, fmean, variance
-from typing import Any, Literal, NamedTuple
+from statistics import fmean
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -21,7 +20,7 @@ from agl.schemas import Episode, Json, Record, ResourceVersion, Rollout, Span, t
 from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, error_of
 from agl_inspect.rollouts.conversations import labelled_texts
 from agl_inspect.rollouts.explanations import tokens_of
-from agl_inspect.statistics import FEWEST_ALIKE, Comparison, compare_tasks, interval
+from agl_inspect.statistics import Comparison, compare_tasks, interval
 from agl_inspect.terminal.output import echo, print_table
 from agl_inspect.text import short
 from agl_inspect.versions import TrialScore
@@ -107,8 +106,8 @@ async def _published(driver: Driver, name: str, version: ResourceVersion | None)
 LISTED = 20
 """Largest number of tasks in the table without ``--full``."""
 
-_POWER = 0.8
-"""Probability that the proposed number of tasks shows a difference as large as the observed one."""
+_ERROR = 0.05
+"""The largest probability of a wrong verdict among all candidates of a trial."""
 
 
 class TriedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -182,18 +181,13 @@ class TriedPair(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A candidate against the baseline.
 
     Attributes:
-        comparison: The paired comparison, ``None`` if fewer than two tasks have rewards of both.
-        verdict: ``better`` or ``worse`` if the 95 % interval of the difference excludes 0, else ``unclear``.
-        needed_tasks: Estimated number of tasks that would show a difference of this size; ``None`` if the difference is
-            clear or 0.
+        comparison: The comparison by task; ``None`` if no task has rewards of both.
         words: The outcome in a sentence.
     """
 
     mark: str
     baseline: str
     comparison: Comparison | None
-    verdict: Literal["better", "worse", "unclear"]
-    needed_tasks: int | None
     words: str
 
 
@@ -237,35 +231,28 @@ def report_of(
         is_complete=found.is_complete,
         candidates=candidates,
         tasks=tried,
-        pairs=[compare_pair(tried, mark, marks[0]) for mark in marks[1:]],
+        pairs=[compare_pair(tried, mark, marks[0], error=_ERROR / len(marks[1:])) for mark in marks[1:]],
     )
 
 
-def compare_pair(tasks: Sequence[TriedTask], mark: str, baseline: str) -> TriedPair:
-    """Compare a candidate with the baseline over the tasks on which both have rewards."""
-    differences = [each for task in tasks if (each := task.difference(mark, baseline)) is not None]
-    pair = TriedPair(mark=mark, baseline=baseline, comparison=None, verdict="unclear", needed_tasks=None, words="")
-    head = f"{mark} against {baseline}"
-    if len(differences) < 2:
-        few = f"{count_of(len(differences), 'task')} with rewards of both, and an interval needs two"
-        return replace(pair, words=f"{head}: cannot tell apart: {few}")
-    samples = [
-        {str(task.number): scores for task in tasks if (scores := task.scores(each))} for each in (baseline, mark)
-    ]
-    comparison = compare_tasks(*samples)
-    verdict, needed = _verdict(comparison, differences)
-    words = f"{head}: {_words(comparison, verdict, needed, differences)}"
-    return replace(pair, comparison=comparison, verdict=verdict, needed_tasks=needed, words=words)
+def compare_pair(tasks: Sequence[TriedTask], mark: str, baseline: str, *, error: float = _ERROR) -> TriedPair:
+    """Compare a candidate with the baseline by the gate, over the tasks on which both have rewards."""
+    both = [task for task in tasks if task.difference(mark, baseline) is not None]
+    comparison, words = None, "cannot be compared: no task has rewards of both"
+    if both:
+        old, new = ({str(task.number): task.scores(each) for task in both} for each in (baseline, mark))
+        comparison = compare_tasks(old, new, error=error)
+        words = comparison.words
+    return TriedPair(mark=mark, baseline=baseline, comparison=comparison, words=f"{mark} against {baseline}: {words}")
 
 
 def scores_of(report: TrialReport) -> list[TrialScore]:
-    """Return the scores of a trial's versions: means with intervals over tasks, and differences from the baseline."""
-    pairs = {pair.mark: pair for pair in report.pairs}
+    """Return the scores of a trial's versions: means with intervals over tasks, and comparisons with the baseline."""
+    pairs = {pair.mark: pair.comparison for pair in report.pairs}
     found: list[TrialScore] = []
     for each in report.candidates:
         means = [average for task in report.tasks if (average := task.mean(each.mark)) is not None]
         low, high = interval(means) if len(means) > 1 else (None, None)
-        pair = pairs.get(each.mark)
         found.append(
             TrialScore(
                 version=each.version,
@@ -273,25 +260,21 @@ def scores_of(report: TrialReport) -> list[TrialScore]:
                 low=low,
                 high=high,
                 tasks=len(means),
-                verdict=pair.verdict if pair else "",
-                **_against(pair.comparison if pair else None),
+                comparison=pairs.get(each.mark),
             )
         )
     return found
 
 
-def _against(comparison: Comparison | None) -> dict[str, Any]:
-    if comparison is None:
-        return {}
-    ends = {"difference_low": comparison.low, "difference_high": comparison.high}
-    return {"difference": comparison.difference, **ends, "paired": comparison.paired_tasks}
-
-
 def best_of(report: TrialReport) -> TriedCandidate | None:
-    """Return the candidate with the largest clear gain over the baseline; ``None`` if none is clearly better."""
-    better = [pair for pair in report.pairs if pair.verdict == "better" and pair.comparison is not None]
-    best = max(better, key=lambda pair: pair.comparison.difference if pair.comparison else 0.0, default=None)
-    return None if best is None else next(each for each in report.candidates if each.mark == best.mark)
+    """Return the candidate with the largest gain of those better than the baseline; ``None`` if no candidate is."""
+    better = {
+        pair.mark: pair.comparison.difference
+        for pair in report.pairs
+        if pair.comparison is not None and pair.comparison.verdict == "better"
+    }
+    best = max(better, key=better.__getitem__, default="")
+    return next((each for each in report.candidates if each.mark == best), None)
 
 
 def print_report(report: TrialReport, *, is_full: bool) -> None:
@@ -319,8 +302,6 @@ def print_report(report: TrialReport, *, is_full: bool) -> None:
     )
     for pair in report.pairs:
         echo(pair.words)
-    if len(report.pairs) > 1:
-        echo("each interval is of one comparison; the best of several looks better than it is, so try the winner again")
 
 
 def _rollout(ran: Ran) -> TriedRollout:
@@ -360,46 +341,6 @@ def _candidate(mark: str, version: str, origin: str, tasks: Sequence[TriedTask])
         without_reward=len(rollouts) - len(scores),
         tokens=fmean(each.tokens for each in rollouts) if rollouts else None,
         seconds=fmean(each.seconds for each in rollouts) if rollouts else None,
-    )
-
-
-def _verdict(
-    comparison: Comparison, differences: Sequence[float]
-) -> tuple[Literal["better", "worse", "unclear"], int | None]:
-    """Return the verdict and, if it is unclear, the number of tasks that would show a difference of this size."""
-    spread, difference = variance(differences), comparison.difference
-    if spread == 0:
-        is_clear = difference != 0 and len(differences) >= FEWEST_ALIKE
-        needed = None if is_clear or difference == 0 else FEWEST_ALIKE
-    else:
-        is_clear = comparison.low > 0 or comparison.high < 0
-        normal = NormalDist()
-        factor = (normal.inv_cdf(0.5 + comparison.confidence / 2) + normal.inv_cdf(_POWER)) ** 2
-        enough = max(len(differences) + 1, math.ceil(factor * spread / difference**2)) if difference else None
-        needed = None if is_clear else enough
-    if not is_clear:
-        return "unclear", needed
-    return ("better" if difference > 0 else "worse"), None
-
-
-def _words(comparison: Comparison, verdict: str, needed: int | None, differences: Sequence[float]) -> str:
-    count = count_of(len(differences), "task")
-    if not any(differences):
-        return f"cannot tell apart: the same reward on each of {count}"
-    ends = f"95 % interval {comparison.low:.3g} to {comparison.high:.3g}, "
-    interval = f"{ends if comparison.low < comparison.high else ''}{count}"
-    if verdict != "unclear":
-        return f"{verdict} by {abs(comparison.difference):.3g}, {interval}"
-    if len(set(differences)) == 1:
-        return (
-            f"cannot tell apart: {comparison.difference:+.3g} on each of {count}, which may be chance; about {needed} "
-            "tasks would be needed"
-        )
-    if needed is None:
-        return f"cannot tell apart: difference 0, {interval}"
-    return (
-        f"cannot tell apart: difference {comparison.difference:+.3g}, {interval}; about {needed} tasks would be needed "
-        "to show a difference of this size"
     )
 
 

@@ -88,6 +88,8 @@ class Judge:
         retries: The number of further tries if there is no answer, or an answer without a valid score.
         timeout_s: Seconds that one try may take.
         concurrency: The most calls of the judge at once.
+        feedback: Whether the judge's answer becomes the reward's feedback, which prompt optimisers read. Without it, a
+            search cannot adapt a prompt to the judge's words.
         name: The reward's name.
         setup: The experiment, whose policies ``model`` may name.
     """
@@ -104,6 +106,7 @@ class Judge:
         retries: int = 2,
         timeout_s: float = 60.0,
         concurrency: int = 8,
+        feedback: bool = True,
         name: str = "judge",
         setup: RewardSetup | None = None,
     ) -> None:
@@ -119,6 +122,7 @@ class Judge:
             )
         self._waits = [0.0, *(BACKOFF_S * 2**number for number in range(retries))]
         self._timeout_s = timeout_s
+        self._has_feedback = feedback
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="agl-judge")
         self._name = name
 
@@ -147,7 +151,7 @@ class Judge:
                 continue
             value = self._reading.value(answer)
             if value is not None:
-                return self._reward(value, answer.strip())
+                return self._reward(value, answer.strip() if self._has_feedback else "")
             problem = f"no score in its answer {answer!r}"
         return self._reward(None, f"the judge gave no score: {problem}")
 

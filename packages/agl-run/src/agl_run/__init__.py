@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from agl_run.agents.importing import import_attribute as import_attribute
     from agl_run.config.file import load_config as load_config
     from agl_run.config.file import parse_config as parse_config
+    from agl_run.config.learning import CanarySettings as CanarySettings
+    from agl_run.config.learning import GateSettings as GateSettings
+    from agl_run.config.learning import LearnSettings as LearnSettings
+    from agl_run.config.learning import ReplaySettings as ReplaySettings
+    from agl_run.config.learning import SignalSettings as SignalSettings
     from agl_run.config.sections import ExperimentConfig as ExperimentConfig
     from agl_run.config.sections import ExperimentSection as ExperimentSection
     from agl_run.config.sections import GatewayConfig as GatewayConfig
@@ -60,6 +65,7 @@ _HOMES = {
     "agl_run.agents.agent": ("Agent", "AgentSpec", "LoadedAgent"),
     "agl_run.agents.importing": ("import_attribute",),
     "agl_run.config.file": ("load_config", "parse_config"),
+    "agl_run.config.learning": ("CanarySettings", "GateSettings", "LearnSettings", "ReplaySettings", "SignalSettings"),
     "agl_run.config.sections": (
         "ExperimentConfig",
         "ExperimentSection",

@@ -3,6 +3,10 @@
 from agl_run.config.dataset import as_tasks as as_tasks
 from agl_run.config.dataset import check_hidden as check_hidden
 from agl_run.config.dataset import load_dataset as load_dataset
+from agl_run.config.texts import TextResource as TextResource
+from agl_run.config.texts import text_of as text_of
+from agl_run.config.texts import unknown_placeholders as unknown_placeholders
+from agl_run.config.texts import with_text as with_text
 from agl_run.display.progress import default_progress as default_progress
 from agl_run.display.result_text import describe_episode as describe_episode
 from agl_run.messages import value_for_agent as value_for_agent
@@ -17,6 +21,7 @@ from agl_run.run.blocking import run_blocking as run_blocking
 from agl_run.run.collector import Collector as Collector
 from agl_run.run.collector import cancel_unfinished as cancel_unfinished
 from agl_run.run.driver import Driver as Driver
+from agl_run.run.fit import fit_plan as fit_plan
 from agl_run.run.running_experiment import open_store as open_store
 from agl_run.run.running_experiment import store_url_of as store_url_of
 from agl_run.run.trainer import Trainer as Trainer

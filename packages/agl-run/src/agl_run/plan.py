@@ -72,6 +72,11 @@ class Plan:
         config = msgspec.structs.replace(self.config, experiment=section, runner=runner)
         return replace(self, config=config, workdir=self.workdir / name, fleet=None)
 
+    @property
+    def takes_conversations(self) -> bool:
+        """True if the tasks come from served conversations: the file is for `agl learn`, and names no tasks."""
+        return bool(self.config.learn) and not (self.train or self.val)
+
     def entry(self, algorithm: AlgorithmConfig) -> AlgorithmEntry:
         """Return the entry by which an algorithm is registered."""
         return self.manager.algorithm(algorithm.use)

@@ -56,9 +56,9 @@ function value(_plot, number) {
 
 function draw(figure, strokes) {
   const place = figure.querySelector(".plot");
-  const { series } = JSON.parse(figure.querySelector("script").textContent);
+  const { series, over } = JSON.parse(figure.querySelector("script").textContent);
   const { places, columns } = aligned(series);
-  const options = { width: place.clientWidth, height: 210, series: [{ label: "step" }], bands: [] };
+  const options = { width: place.clientWidth, height: 210, series: [{ label: over }], bands: [] };
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
   options.axes = [{ ...axis, incrs: STEPS }, { ...axis, size: 60, values: (_, ticks, __, ___, apart) => marks(ticks, apart) }];
   options.scales = { x: { time: false }, y: { range } };

@@ -25,6 +25,7 @@ CONTRACTS: Mapping[type[Entry], type] = {
     _entries.ExporterEntry: contracts.Exporter,
     _entries.GatewayEntry: contracts.Gateway,
     _entries.PolicyEntry: contracts.Policy,
+    _entries.RedactorEntry: contracts.Redactor,
     _entries.RewardEntry: contracts.RewardEmitter,
     _entries.RunnerEntry: contracts.Runner,
     _entries.StoreEntry: contracts.Store,

@@ -28,6 +28,7 @@ from agl._entries import (
     PluginState,
     PluginStatus,
     PolicyEntry,
+    RedactorEntry,
     RewardEntry,
     RunnerEntry,
     StoreEntry,
@@ -170,6 +171,10 @@ class PluginManager:
     def gateway(self, name: str) -> GatewayEntry:
         """The gateway with this name."""
         return self._get(GatewayEntry, name)
+
+    def redactor(self, name: str) -> RedactorEntry:
+        """The redactor with this name."""
+        return self._get(RedactorEntry, name)
 
     def exporter(self, name: str) -> ExporterEntry:
         """The exporter or sink with this name."""

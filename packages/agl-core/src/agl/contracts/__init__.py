@@ -10,6 +10,7 @@ from agl._entries import (
     Kind,
     PluginStatus,
     PolicyEntry,
+    RedactorEntry,
     RewardEntry,
     RunnerEntry,
     StoreEntry,
@@ -31,7 +32,7 @@ from agl.contracts._replay import (
     replay_of,
     sampling_mode,
 )
-from agl.contracts._serving import POLICY_KEY_ENV, Gateway, Policy, ServedModel
+from agl.contracts._serving import POLICY_KEY_ENV, REDACTED, Gateway, Policy, Redactor, ServedModel
 from agl.contracts._sink import Cell, Exporter, Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
 from agl.contracts._statistics import Moments, Statistics
 from agl.contracts._store import (
@@ -76,6 +77,7 @@ __all__ = [
     "FORK",
     "PAGE_BYTES",
     "POLICY_KEY_ENV",
+    "REDACTED",
     "REPLAY",
     "REPLAY_VERSION",
     "Algorithm",
@@ -116,6 +118,8 @@ __all__ = [
     "Recorded",
     "RecordedFn",
     "Recording",
+    "Redactor",
+    "RedactorEntry",
     "ReplayFn",
     "ReplayPlan",
     "Responder",

@@ -96,3 +96,18 @@ class Gateway(Protocol):
 
     async def settle(self, attempt_id: str) -> None:
         """Return once every answered call of the attempt is in the store."""
+
+
+REDACTED = "the call was redacted, and token ids would reveal the texts"
+"""Value of ``ids_missing`` in a :class:`~agl.schemas.ModelCall` that a redactor changed."""
+
+
+class Redactor(Protocol):
+    """Removes personal data and secrets from texts before a gateway stores them."""
+
+    def redact(self, text: str) -> str:
+        """Return the text without the parts that must not be stored.
+
+        It is called in any thread, for every text of a call, and again for each text that a later call repeats.
+        """
+        ...

@@ -21,11 +21,13 @@ from agl.urls import base_url_of, shown_url
 from agl_gateway.access.certificate import certificate_of
 from agl_gateway.access.worker_tokens import ADMIN_ENV, named_keys
 from agl_gateway.processes.supervisor import Place, Supervisor, listening, refusal
+from agl_gateway.record.redaction import redaction_of
 from agl_gateway.record.spool_file import OFF, default_folder, left_text, spools_for
 from agl_gateway.service import BACKLOG, GatewayService, bind_error
 from agl_gateway.settings import Settings, Share, descriptions
-from agl_gateway.traffic.splits import Split, parse_split
+from agl_gateway.traffic.splits import parse_split
 from agl_inspect.keys import KeyFile, Keys, state_dir
+from agl_inspect.records.splits import ServedSplit
 from agl_inspect.retention import RetentionLimits, retaining
 from agl_inspect.stores import as_url, build_store, command
 from agl_inspect.terminal.opening import manager_of
@@ -88,6 +90,7 @@ def _setting(flag: str, name: str = "", **given: Any) -> Callable[[F], F]:
 @_setting("--advertise", metavar="HOST")
 @_setting("--tls-cert", type=click.Path())
 @_setting("--tls-key", type=click.Path())
+@_setting("--redact", metavar="NAME")
 @_setting("--audit-log", type=click.Path(dir_okay=False))
 @_setting("--timeout", "timeout_s")
 @_setting("--max-answer", metavar="BYTES")
@@ -131,6 +134,7 @@ def serve(
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(signing_keys())
     certificate = certificate_of(found)
+    redaction = redaction_of(found.redact, manager)
     retention = RetentionLimits.of(older_than, keep)
 
     async def run(place: Place | None = None) -> None:
@@ -158,6 +162,7 @@ def serve(
             arms=True,
             split=split,
             certificate=certificate,
+            redaction=redaction,
             spools=spools,
             group=None if place is None else place.group,
             listener=None if place is None else place.listener,
@@ -318,7 +323,7 @@ async def _wait(stopping: asyncio.Event) -> None:
             await stopping.wait()
 
 
-def _banner(service: GatewayService, *, store_url: str, token_source: str, split: Split | None) -> list[str]:
+def _banner(service: GatewayService, *, store_url: str, token_source: str, split: ServedSplit | None) -> list[str]:
     url = service.advertised
     policies = ", ".join(service.router.targets) or "none; add one with --upstream NAME=URL"
     lines = [

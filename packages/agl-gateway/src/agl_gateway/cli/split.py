@@ -7,26 +7,37 @@ import click
 from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
-from agl_gateway.traffic.splits import SplitReport, check_labels, differing, pins_of, samples, split_report
+from agl_gateway.traffic.splits import (
+    SplitReport,
+    check_labels,
+    compare_placed,
+    pins_of,
+    placed_rollouts,
+    split_report,
+)
 from agl_inspect.records.labels import move
-from agl_inspect.records.splits import ArmReport
-from agl_inspect.statistics import Criterion, check_better
+from agl_inspect.records.spending import spend
+from agl_inspect.records.splits import SERVED, ArmReport, Pins, decided
 from agl_inspect.terminal.opening import pass_manager, store_option, with_store
 from agl_inspect.terminal.output import json_option, print_json, print_table
 from agl_inspect.text import ends
 
 _DEFAULT = ("production", "candidate")
+_MISSING = "an arm has no rewards yet"
 
 
 @click.command("split")
 @click.argument("labels", nargs=-1)
 @click.option("--experiment", help="Only rollouts of this experiment.")
-@click.option("--confidence", default=0.95, show_default=True, help="Confidence of the intervals.")
-@click.option("--promote", "promoted", metavar="NAME", help="Promote the second arm's version of NAME if it is better.")
-@click.option("--min-gain", default=0.0, show_default=True, help="With --promote: smallest difference of the means.")
 @click.option(
-    "--min-rollouts", default=20, show_default=True, help="With --promote: smallest number of rewards per arm."
+    "--error",
+    type=click.FloatRange(0.0, 0.5, min_open=True),
+    default=0.05,
+    show_default=True,
+    help="Largest probability of a wrong verdict; with --promote, of any wrong promotion of the first label.",
 )
+@click.option("--promote", "promoted", metavar="NAME", help="Promote the second arm's version of NAME if it is better.")
+@click.option("--min-gain", default=0.0, show_default=True, help="With --promote: gain above which an arm is better.")
 @click.option("--reason", default="", help="With --promote: reason to record in the history.")
 @store_option
 @json_option
@@ -35,26 +46,27 @@ def split_(
     manager: PluginManager,
     labels: tuple[str, ...],
     experiment: str | None,
-    confidence: float,
+    error: float,
     promoted: str | None,
     min_gain: float,
-    min_rollouts: int,
     reason: str,
     store_url: str | None,
     as_json: bool,
 ) -> None:
     """Report the rewards of the arms of a serving split.
 
-    LABELS are the arms, the baseline first; by default production and candidate. The report counts finished rollouts
-    that a split divided between the versions that the labels name now. A failed rollout counts as 0, and one without a
-    reward is left out. With --promote the first label moves to the second one's version of NAME, if that is better.
+    LABELS are the arms, the baseline first. Without LABELS, the report is about the split that `agl learn` serves, or,
+    if there is none, about production and candidate. The report counts finished rollouts that a split divided between
+    the arms' present versions. A failed rollout counts as 0, and one without a reward is left out. Rollouts of one user
+    or conversation enter the comparison once, by their mean. With --promote the first label moves to the second one's
+    version of NAME, if that is better.
     """
     names = labels or _DEFAULT
     if len(set(names)) < 2 or len(set(names)) < len(names):
         raise ConfigError(f"the arms {' '.join(names)} cannot be compared; name two different labels or more")
     if promoted:
-        bar = Criterion(confidence=confidence, min_gain=min_gain, min_rollouts=min_rollouts)
-        promote = partial(_promote, name=promoted, labels=names, bar=bar, experiment=experiment, reason=reason)
+        rule = {"error": error, "gain": min_gain}
+        promote = partial(_promote, name=promoted, labels=names, experiment=experiment, reason=reason, **rule)
         made, numbers = with_store(manager, store_url, promote)
         if as_json:
             print_json(made)
@@ -63,49 +75,56 @@ def split_(
         return
 
     async def work(store: Store) -> SplitReport:
-        await check_labels(store, names)
-        return await split_report(store, names, experiment=experiment, confidence=confidence)
+        served = None if labels else await SERVED.get(store)
+        if served is None:
+            await check_labels(store, names)
+        pins = await pins_of(store, names) if served is None else served.versions
+        return await split_report(store, pins, experiment=experiment, error=error)
 
     report = with_store(manager, store_url, work)
     if as_json:
         print_json(report)
         return
-    columns = ("arm", "rollouts", "failed", "no reward", "mean", f"{confidence:.0%} interval", "versions")
+    columns = ("arm", "rollouts", "failed", "no reward", "mean", "95% interval", "versions")
     print_table(columns, [_row(arm) for arm in report.arms])
     for line in _lines(report):
         click.echo(line)
 
 
-async def better_arm(store: Store, name: str, pair: tuple[str, str], bar: Criterion, *, experiment: str | None) -> str:
-    """Check that the second arm's version of ``name`` is better than the first one's; returns the evidence as text.
-
-    Raises:
-        ConfigError: The criterion is not met, or the arms differ in other resources than ``name``, so their rewards do
-            not show which change helped.
-    """
-    await check_labels(store, pair)
-    pins = await pins_of(store, pair)
-    names = differing(pins)
-    if names != [name]:
-        what = f"in {', '.join(names)}" if names else "in no resource"
-        raise ConfigError(
-            f"the arms {pair[0]} and {pair[1]} differ {what}, so their rewards say nothing about {name!r} alone; "
-            "read agl resources split, and promote resources that change together with agl resources promote"
-        )
-    found = await samples(store, pins, experiment=experiment)
-    old, new = (((f"{label} ({pins[label][name]})"), found[label].rewards) for label in pair)
-    return check_better(old, new, bar)
-
-
 async def _promote(
-    store: Store, *, name: str, labels: tuple[str, ...], bar: Criterion, experiment: str | None, reason: str
+    store: Store,
+    *,
+    name: str,
+    labels: tuple[str, ...],
+    error: float,
+    gain: float,
+    experiment: str | None,
+    reason: str,
 ) -> tuple[LabelMove, str]:
     if len(labels) != 2:
         raise ConfigError(f"--promote compares two arms and got {len(labels)}: {' '.join(labels)}; name two labels")
+    await check_labels(store, labels)
+    pins = await pins_of(store, labels)
+    _check_only(name, pins)
     old, new = labels
-    numbers = await better_arm(store, name, (old, new), bar, experiment=experiment)
-    version = (await pins_of(store, (old, new)))[new][name]
-    return await move(store, name, old, version, reason=reason or numbers), numbers
+    compared = f"{pins[new][name]} against {pins[old][name]} in a split{f' of {experiment}' if experiment else ''}"
+    share = await spend(store, name, old, compared, error=error)
+    placed = await placed_rollouts(store, pins, experiment=experiment)
+    found = compare_placed(placed, old, new, error=share, gain=gain)
+    if found is None or found.verdict != "better":
+        raise ConfigError(f"{new} is not shown to be better than {old}: {found.words if found else _MISSING}")
+    return await move(store, name, old, pins[new][name], reason=reason or found.words), found.words
+
+
+def _check_only(name: str, pins: Pins) -> None:
+    """Raise :class:`ConfigError` if the arms differ in other resources than ``name``."""
+    names = decided(pins)
+    if names != [name]:
+        what = f"in {', '.join(names)}" if names else "in no resource"
+        raise ConfigError(
+            f"the arms {' and '.join(pins)} differ {what}, so their rewards say nothing about {name!r} alone; "
+            "read agl resources split, and promote resources that change together with agl resources promote"
+        )
 
 
 def _row(arm: ArmReport) -> tuple[str, ...]:
@@ -116,10 +135,9 @@ def _row(arm: ArmReport) -> tuple[str, ...]:
 
 
 def _lines(report: SplitReport) -> list[str]:
+    if len(report.arms) == 1:
+        return ["all traffic gets these versions: there is nothing to compare"]
     if not report.differing:
         return ["the labels name the same version of every resource: there is nothing to compare"]
-    baseline = report.arms[0].label
-    missing = "an interval needs at least two rewards of each arm"
-    return [
-        f"{label} against {baseline}: {result.words if result else missing}" for label, result in report.against.items()
-    ]
+    baseline, found = report.arms[0].label, report.against
+    return [f"{label} against {baseline}: {one.words if one else _MISSING}" for label, one in found.items()]

@@ -12,6 +12,7 @@ from agl.errors import AglError
 from agl.owned_process import Owner, run_owned
 from agl_gateway.access.certificate import certificate_of
 from agl_gateway.processes.gateway_process import Beginning, GateState, Note, Order
+from agl_gateway.record.redaction import redaction_of
 from agl_gateway.record.spool_file import left_text, spools_for
 from agl_gateway.service import GatewayService
 from agl_gateway.store_api.contract import Fault, fault_of
@@ -100,6 +101,7 @@ class _Program:
             tokens=AttemptTokens(lambda: self._keys),
             settings=given.settings,
             certificate=certificate_of(given.settings),
+            redaction=redaction_of(given.settings.redact, manager),
             spools=await spools_for(store, given.settings.spool, shown=repr(store)),
             listener=self._listener,
         )

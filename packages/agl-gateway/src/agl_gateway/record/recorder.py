@@ -14,13 +14,14 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from agl.contracts import Store
 from agl.errors import CaptureError, StoreError
 from agl.schemas import Span
 from agl_gateway.record.exchanges import CallRecord, spans_of
 from agl_gateway.record.outage import FINAL, Outage
+from agl_gateway.record.redaction import Redaction
 from agl_gateway.record.spool import SpanCount, Spool, appended, message_of
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
 from agl_gateway.record.storable import storable
@@ -56,6 +57,7 @@ class Recorder:
         spool_after_s: Seconds that the store may take for a batch before its calls go to the spool.
         on_held: Called at every change with the number of open streams plus the number of calls that are not in the
             store.
+        redaction: Redacts the calls.
         stored: Counts the spans that any part of the gateway writes to the store.
         lost: The number of spans that could not be written.
         spool: Calls that are durable but not in the store; ``None`` without a spool.
@@ -67,6 +69,7 @@ class Recorder:
     spools: Sequence[SpoolFile] = ()
     spool_after_s: float = 0.05
     on_held: Callable[[int], None] | None = None
+    redaction: Redaction = field(default_factory=Redaction)
 
     def __post_init__(self) -> None:
         self._held = 0
@@ -262,7 +265,7 @@ class Recorder:
 
     async def _write_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
-        parsed: list[tuple[CallRecord, list[Span]]] = []
+        parsed: list[tuple[CallRecord, Sequence[Span]]] = []
         for queued in batch:
             parsed.append((queued, await self._parse(queued)))
             queued.exchange, queued.parts = None, ()  # the spans have their content
@@ -272,7 +275,7 @@ class Recorder:
         else:
             await self._write(parsed)
 
-    async def _write(self, parsed: Sequence[tuple[CallRecord, list[Span]]]) -> None:
+    async def _write(self, parsed: Sequence[tuple[CallRecord, Sequence[Span]]]) -> None:
         """Write a batch to the store; if the store refuses it, write the spans of each attempt separately."""
         spans: defaultdict[str, list[Span]] = defaultdict(list)
         for queued, own in parsed:
@@ -313,7 +316,7 @@ class Recorder:
             if self._retries.get(attempt_id) is asyncio.current_task():
                 del self._retries[attempt_id]
 
-    async def _keep(self, spool: Spool, parsed: Sequence[tuple[CallRecord, list[Span]]]) -> None:
+    async def _keep(self, spool: Spool, parsed: Sequence[tuple[CallRecord, Sequence[Span]]]) -> None:
         """Write a batch to the store, or to the spool if earlier calls wait there or the store takes too long."""
         batch = [queued for queued, _ in parsed]
         calls = [SpooledCall(attempt_id=queued.attempt_id, spans=own) for queued, own in parsed if own]
@@ -377,9 +380,12 @@ class Recorder:
         if self.on_held is not None:
             self.on_held(self._held)
 
-    async def _parse(self, recorded: CallRecord) -> list[Span]:
+    async def _parse(self, recorded: CallRecord) -> Sequence[Span]:
         try:
-            return await asyncio.to_thread(spans_of, recorded) if recorded.size > _LARGE else spans_of(recorded)
+            is_large = recorded.size > _LARGE
+            return await self.redaction.of(
+                await asyncio.to_thread(spans_of, recorded) if is_large else spans_of(recorded)
+            )
         except Exception as error:  # noqa: BLE001  # isolation: one unforeseen body must not end all recording
             _log.exception("a model call of attempt %s could not be read", recorded.attempt_id)
             self._fail(recorded.attempt_id, repr(error), 1)

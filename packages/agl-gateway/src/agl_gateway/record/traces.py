@@ -29,6 +29,7 @@ from agl.errors import NotFoundError
 from agl.schemas import Json, Reward, Span, SpanEvent, SpanStatus
 from agl_gateway.access.identity import Admission, RunningAttempts
 from agl_gateway.access.quotas import Quotas
+from agl_gateway.record.redaction import Redaction
 from agl_gateway.record.spool import SpanCount
 from agl_gateway.wire.problems import Problem
 from agl_run.access import AttemptToken
@@ -175,6 +176,7 @@ class TracesApi:
     stored: SpanCount
     attempts: RunningAttempts
     quotas: Quotas
+    redaction: Redaction
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Store one export request; the answer gives the number of rejected spans, if any."""
@@ -207,7 +209,7 @@ class TracesApi:
     async def _append(self, found: IngestResult) -> None:
         """Write the spans attempt by attempt, so that an unknown attempt loses only its own spans."""
         for attempt_id in dict.fromkeys(span.attempt_id for span in found.spans):
-            own = [span for span in found.spans if span.attempt_id == attempt_id]
+            own = await self.redaction.of([span for span in found.spans if span.attempt_id == attempt_id])
             try:
                 await self.store.append_spans(own)
                 self.stored.total += len(own)

@@ -21,7 +21,7 @@ from agl.errors import ConfigError
 from agl.tracing import WHO_HEADER, decode_names
 from agl_gateway.processes.attempt_facts import AttemptFacts
 from agl_gateway.record.exchanges import CallContext, Origin
-from agl_gateway.traffic.conversations import Conversations, conversation_of, rollout_id_of
+from agl_gateway.traffic.conversations import Conversations, conversation_of, rollout_id_of, user_of
 from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
 from agl_gateway.wire.translation import as_object, object_of, opening_of, text_in
 from agl_run.access import AttemptToken
@@ -294,15 +294,16 @@ class Owners:
         if claim.scope == "attempt" or self.conversations is None:
             yield Owner(rollout_id=claim.rollout_id, attempt_id=claim.attempt_id)
             return
-        conversation = conversation_of(request.headers, asked, session=session_of(request.headers))
+        headers, user = request.headers, user_of(request.headers, asked)
+        conversation = conversation_of(headers, asked, session=session_of(headers), user=user)
         if self.traffic is not None:
             left_out_by = await self.conversations.left_out_by(conversation, self.traffic)
             self.traffic.count(is_recorded=not left_out_by)
             if left_out_by:
-                headers = {NOT_RECORDED: left_out_by}
-                yield Owner(rollout_id=rollout_id_of(conversation), attempt_id="", headers=headers, is_recorded=False)
+                reason = {NOT_RECORDED: left_out_by}
+                yield Owner(rollout_id=rollout_id_of(conversation), attempt_id="", headers=reason, is_recorded=False)
                 return
-        async with self.conversations.hold_open(conversation) as found:
+        async with self.conversations.hold_open(conversation, user=user) as found:
             yield Owner(
                 rollout_id=found.rollout_id,
                 attempt_id=found.attempt_id,

@@ -17,6 +17,7 @@ from agl.errors import AglError
 from agl_gateway.access.audit import Deed, deed_of
 from agl_gateway.access.identity import Admission, RunningAttempts, key_of, require_scope
 from agl_gateway.access.quotas import Quotas
+from agl_gateway.record.redaction import Redaction
 from agl_gateway.record.spool import SpanCount
 from agl_gateway.record.traces import spans_of_agent
 from agl_gateway.store_api.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, status_of
@@ -47,6 +48,7 @@ class StoreApi:
         settle: Waits until the answered calls of an attempt are in the store. It is called before the attempt is
             finished or its spans are read, because a remote worker cannot call the gateway itself.
         reach: Restricts the calls of workers' tokens to their experiment.
+        redaction: Redacts the spans of agents and workers.
         splitter: Assigns queued rollouts to the arms of a split, if one is served.
     """
 
@@ -57,6 +59,7 @@ class StoreApi:
     attempts: RunningAttempts
     quotas: Quotas
     reach: WorkerReach
+    redaction: Redaction
     splitter: Splitter | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +99,8 @@ class StoreApi:
             if reason := await self.attempts.refusal(claim, params["spans"]):
                 raise Problem(403, reason)
             await self.quotas.add_spans(claim, len(params["spans"]))
+        if name == "append_spans":
+            params["spans"] = await self.redaction.of(params["spans"])
         spans = len(params["spans"]) if name == "append_spans" else 0
         deed = await self._deed(name, params) if claim.scope == "admin" else None
         with self.admission.audit.of(deed, claim=claim, request=request):

@@ -16,9 +16,9 @@ from agl.errors import NotFoundError
 from agl.schemas import Reward, Rollout
 from agl_gateway.access.audit import Deed
 from agl_gateway.access.identity import Admission
-from agl_gateway.traffic.conversations import HEADER, Conversation, Conversations, conversation_id
+from agl_gateway.traffic.conversations import HEADER, Conversation, Conversations, conversation_id, user_of
 from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
-from agl_gateway.traffic.splits import Split, arm_of, split_report
+from agl_gateway.traffic.splits import Splitter, arm_of, split_report
 from agl_gateway.wire.problems import Problem
 from agl_run.access import AttemptToken
 
@@ -93,14 +93,17 @@ class SplitApi:
 
     admission: Admission
     store: Store
-    split: Split
+    splitter: Splitter
     conversations: Conversations
 
     async def report(self, request: web.BaseRequest) -> web.StreamResponse:
         """Send the report of ``agl resources split`` as JSON. Slow, because it reads every rollout of the split."""
         self.admission.caller(request, "admin", what="the report of the split")
-        report = await split_report(self.store, list(self.split.shares))
-        answer = {"shares": self.split.shares, **msgspec.structs.asdict(report)}
+        split = await self.splitter.current()
+        if split is None:
+            raise Problem(404, "no split is served; start agl learn, or give the gateway --split")
+        report = await split_report(self.store, split.versions)
+        answer = {"shares": split.shares, **msgspec.structs.asdict(report)}
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
     async def resource(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -112,7 +115,8 @@ class SplitApi:
             raise Problem(
                 404,
                 f"rollout {rollout.rollout_id!r} has no version of {name!r}; it has {rollout.resources or 'none'}: "
-                f"give {name!r} the label {self.split.baseline!r}, and start a new rollout or conversation",
+                f"give {name!r} the label of the split's first arm, or add it to tunes of agl learn, and start a new "
+                "rollout or conversation",
             )
         found = await self.store.resource(name, version)
         return web.Response(body=msgspec.json.encode(found), content_type="application/json", headers=headers)
@@ -128,7 +132,7 @@ class SplitApi:
             raise Problem(
                 400, f"the caller is unknown; send an attempt's token, or the conversation's id in the header {HEADER}"
             )
-        caller = await self.conversations.open(conversation)
+        caller = await self.conversations.open(conversation, user=user_of(request.headers))
         return await self._rollout(caller.rollout_id), caller.headers()
 
     async def _rollout(self, rollout_id: str) -> Rollout:

@@ -16,9 +16,8 @@ from agl.schemas import LLM, Resource, Rollout, Weights
 from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.relay.routing import Router, UpstreamTarget
-from agl_gateway.traffic.splits import differing
 from agl_gateway.wire.problems import Problem, store_away
-from agl_inspect.records.splits import Pins, placement_of
+from agl_inspect.records.splits import Pins, decided, placement_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class CallRoute:
 
 @dataclass(frozen=True, kw_only=True)
 class _RolloutPins:
-    """The arm and the pinned versions of a rollout, and the resources in which the split's arms differ."""
+    """The arm and the pinned versions of a rollout, and the resources that its split decides."""
 
     arm: str
     resources: dict[str, str]
@@ -126,7 +125,7 @@ class ArmRoutes:
 
     async def check(self, pins: Pins) -> None:
         """Raise :class:`ConfigError` unless upstreams serve every model version that differs between the arms."""
-        for name in differing(pins):
+        for name in decided(pins):
             for version in dict.fromkeys(own[name] for own in pins.values()):
                 is_model = isinstance(await self._resource(name, version), LLM | Weights)
                 if is_model and await self._find_upstream(name, version) is None:
@@ -176,7 +175,7 @@ class ArmRoutes:
         placement = placement_of(found[0])
         if placement is None:
             return _UNPLACED
-        chosen = frozenset(differing(placement.versions))
+        chosen = frozenset(decided(placement.versions))
         return _RolloutPins(arm=placement.arm, resources=found[0].resources, chosen=chosen)
 
 

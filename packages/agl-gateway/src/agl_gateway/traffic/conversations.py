@@ -16,7 +16,10 @@ A call names its conversation in one of these ways, of which the first present o
 3. the session that a coding agent names in a header of its own;
 4. a hash of the conversation's opening: its system prompt and everything up to its first user message. Conversations
    with the same opening are treated as one. Claude Code's billing line, which changes from call to call, is not part of
-   the opening.
+   the opening. With a user's name, it is part of the hash.
+
+The first call of a conversation also names its user, who is recorded with the rollout: in the header ``x-agl-user-id``,
+else in the body as ``metadata.user_id``, ``safety_identifier`` or ``user``.
 """
 
 import asyncio
@@ -26,22 +29,24 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
 
 from agl.contracts import Change, RolloutQuery, Store
 from agl.dialects import Request
-from agl.errors import CaptureError, FencedError, NotFoundError, StoreError
+from agl.errors import CaptureError, ConflictError, FencedError, NotFoundError, StoreError
 from agl.schemas import Outcome, RetryPolicy, Reward, Rollout
 from agl.tracing import make_reward_span
 from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
+from agl_gateway.record.redaction import Redaction
 from agl_gateway.traffic.kept_traffic import KeptTraffic
-from agl_gateway.traffic.splits import CONVERSATION, arm_of
+from agl_gateway.traffic.splits import arm_of
 from agl_gateway.wire.problems import Problem, store_away
 from agl_gateway.wire.translation import as_object, opening_of
+from agl_inspect.records.splits import CONVERSATION, USER
 from agl_inspect.terminal.query import CONVERSATIONS
 
 _log = logging.getLogger(__name__)
@@ -85,6 +90,7 @@ class Conversations:
         idle_s: Seconds without a call after which a conversation is over.
         clock: Returns Unix seconds, like the store's clock.
         outage: During an outage, known conversations continue, and no other can begin.
+        redaction: Redacts the feedback of ratings.
         traffic: Decides whether a new conversation is recorded; ``None`` to record all.
     """
 
@@ -93,6 +99,7 @@ class Conversations:
     settle: Callable[[str], Awaitable[None]]
     idle_s: float
     outage: Outage
+    redaction: Redaction = field(default_factory=Redaction)
     traffic: KeptTraffic | None = None
     clock: Callable[[], float] = time.time
 
@@ -110,24 +117,24 @@ class Conversations:
         reason = traffic.left_out_by(rollout_id, is_known=rollout_id in self._known)
         return "" if reason and await self._is_recorded(rollout_id) else reason
 
-    async def open(self, conversation: str) -> Conversation:
-        """Return the conversation with this id, and renew its lease; a new conversation is created."""
+    async def open(self, conversation: str, *, user: str = "") -> Conversation:
+        """Return the conversation with this id, and renew its lease; a new one is created, and gets the user."""
         rollout_id = rollout_id_of(conversation)
         while True:
             known = self._known.get(rollout_id)
             if known is None:
-                known = self._known[rollout_id] = await self._open(rollout_id, conversation)
+                known = self._known[rollout_id] = await self._open(rollout_id, conversation, user)
             if await self._renew(known):
                 return known
             self.forget(rollout_id)
 
     @asynccontextmanager
-    async def hold_open(self, conversation: str) -> AsyncGenerator[Conversation]:
+    async def hold_open(self, conversation: str, *, user: str = "") -> AsyncGenerator[Conversation]:
         """Open a conversation for a call; while the block runs, the conversation does not become idle."""
         rollout_id = rollout_id_of(conversation)
         self._in_flight[rollout_id] += 1
         try:
-            found = await self.open(conversation)
+            found = await self.open(conversation, user=user)
             yield found
             with suppress(StoreError):  # the client has its answer, and the next call renews the lease
                 await self._renew(found)
@@ -159,7 +166,8 @@ class Conversations:
             NotFoundError: The conversation never began.
         """
         found = _conversation(await self._read(rollout_id_of(conversation)))
-        await self.store.append_spans([make_reward_span(found.rollout_id, found.attempt_id, reward)])
+        rating = make_reward_span(found.rollout_id, found.attempt_id, reward)
+        await self.store.append_spans(await self.redaction.of([rating]))
         return found
 
     async def end_idle(self) -> int:
@@ -203,18 +211,18 @@ class Conversations:
             self._known.clear()
             self._renewed.clear()
 
-    async def _open(self, rollout_id: str, conversation: str) -> Conversation:
+    async def _open(self, rollout_id: str, conversation: str, user: str) -> Conversation:
         """Return the conversation as stored; raises a 503 :class:`Problem` during an outage of the store."""
-        found = await self.outage.unless(lambda: self._find_or_create(rollout_id, conversation), lambda: None)
+        found = await self.outage.unless(lambda: self._find_or_create(rollout_id, conversation, user), lambda: None)
         if found is None:
             raise store_away("a conversation that this gateway does not know yet cannot begin or continue")
         return found
 
-    async def _find_or_create(self, rollout_id: str, conversation: str) -> Conversation:
+    async def _find_or_create(self, rollout_id: str, conversation: str, user: str) -> Conversation:
         try:
             stored = await self._read(rollout_id)
         except NotFoundError:
-            stored = await self._queue(rollout_id, conversation)
+            stored = await self._queue(rollout_id, conversation, user)
         while stored.status == "queued":
             await self._claim()
             stored = await self._read(rollout_id)
@@ -226,16 +234,20 @@ class Conversations:
         except NotFoundError:
             return False
 
-    async def _queue(self, rollout_id: str, conversation: str) -> Rollout:
+    async def _queue(self, rollout_id: str, conversation: str, user: str) -> Rollout:
+        named = {CONVERSATION: conversation, USER: user} if user else {CONVERSATION: conversation}
         rollout = Rollout(
             rollout_id=rollout_id,
             task={CONVERSATION: conversation},
             experiment=CONVERSATIONS,
             group_id=rollout_id,
             retry=RetryPolicy(max_losses=_LAPSES),
-            metadata={CONVERSATION: conversation, **(self.traffic.marks(rollout_id) if self.traffic else {})},
+            metadata={**named, **(self.traffic.marks(rollout_id) if self.traffic else {})},
         )
-        return (await self.enqueue([rollout]))[0]
+        try:
+            return (await self.enqueue([rollout]))[0]
+        except ConflictError:  # a first call that names another user arrived at the same time
+            return await self._read(rollout_id)
 
     async def _read(self, rollout_id: str) -> Rollout:
         return (await self.store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
@@ -304,16 +316,18 @@ def _conversation(stored: Rollout) -> Conversation:
 
 
 HEADER = "x-agl-conversation-id"
+USER_HEADER = "x-agl-user-id"
 
 _FIELD = "conversation_id"
 _MAX_ID = 512
 
 
-def conversation_of(headers: Mapping[str, str], call: Request, *, session: str = "") -> str:
+def conversation_of(headers: Mapping[str, str], call: Request, *, session: str = "", user: str = "") -> str:
     """Return the id of a call's conversation, by the rules in the module's docstring.
 
     Args:
         session: The coding agent's session; ``""`` for other clients.
+        user: The user whom the call names.
 
     Raises:
         Problem: 400 if the call has neither an id nor an opening, or the id is invalid.
@@ -330,7 +344,20 @@ def conversation_of(headers: Mapping[str, str], call: Request, *, session: str =
             f"send the header {HEADER}, or {_FIELD} in the body's metadata",
             code="conversation_unknown",
         )
-    return f"opening-{blake2b(msgspec.json.encode(opening, order='sorted'), digest_size=16).hexdigest()}"
+    text = msgspec.json.encode([user, opening] if user else opening, order="sorted")
+    return f"opening-{blake2b(text, digest_size=16).hexdigest()}"
+
+
+def user_of(headers: Mapping[str, str], call: Request | None = None) -> str:
+    """Return the id of the user whom a call names, by the rules in the module's docstring; ``""`` without one.
+
+    Raises:
+        Problem: 400 if the id is too long, or not UTF-8 text.
+    """
+    found: list[object] = [headers.get(USER_HEADER)]
+    if call is not None:
+        found += [as_object(call.get("metadata")).get("user_id"), call.get("safety_identifier"), call.get("user")]
+    return _checked(next((each for each in found if isinstance(each, str) and each), ""), what="user")
 
 
 def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
@@ -340,11 +367,14 @@ def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
         Problem: 400 if the id is too long, or not UTF-8 text.
     """
     found = as_object(metadata).get(_FIELD)
-    given = headers.get(HEADER, "") or (found if isinstance(found, str) else "")
+    return _checked(headers.get(HEADER, "") or (found if isinstance(found, str) else ""), what="conversation")
+
+
+def _checked(given: str, *, what: str) -> str:
     if len(given) > _MAX_ID:
-        raise Problem(400, f"the conversation's id has {len(given)} characters; {_MAX_ID} are allowed")
+        raise Problem(400, f"the {what}'s id has {len(given)} characters; {_MAX_ID} are allowed")
     try:
         given.encode()
     except UnicodeEncodeError as error:
-        raise Problem(400, f"the conversation's id {given!a} is not UTF-8 text; send letters and digits") from error
+        raise Problem(400, f"the {what}'s id {given!a} is not UTF-8 text; send letters and digits") from error
     return given

@@ -1,65 +1,54 @@
 """Splits served traffic into arms, each with the resource versions that its label names.
 
 ``production=0.9,candidate=0.1`` gives a tenth of all rollouts to the arm ``candidate``. The arm follows from a hash of
-the id of the conversation, or of the rollout if it is not a conversation, so all gateways decide alike without shared
-state. The first label is the baseline of the comparison. Versions are pinned when the rollout is queued, and recorded
-with its arm; a label that moves later does not affect it.
+the user, else of the conversation, else of the rollout's id, so all gateways decide alike without shared state. The
+first label is the baseline of the comparison. Versions are pinned when the rollout is queued, and recorded with its
+arm; a label that moves later does not affect it.
 
-:func:`split_report` compares the rewards of the arms, as evidence for a promotion. It counts rollouts that a split
-assigned while the labels named the same versions as now, so all arms served the same traffic at the same time.
+A gateway without a split of its own serves the one that `agl learn` saves in the store. That split names its versions
+itself.
+
+:func:`split_report` compares the rewards of the arms by the gate, as evidence for a promotion. It counts rollouts that
+a split assigned while the labels named the same versions as now, so all arms served the same traffic at the same time.
 Conversations count from their first call on, other rollouts once they are finished. A failed rollout counts as 0. A
 rollout without a reward is left out, and the report gives the number of such rollouts.
 """
 
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
+from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 
+from agl import Gate
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.schemas import Record, Rollout
 from agl_inspect.records.labels import LABEL
-from agl_inspect.records.splits import KEY, ArmReport, Pins, Placement, Sample, placement_of
-from agl_inspect.statistics import Comparison, compare
+from agl_inspect.records.splits import (
+    KEY,
+    SERVED,
+    ArmReport,
+    Pins,
+    Placement,
+    Sample,
+    ServedSplit,
+    decided,
+    placement_of,
+    unit_of,
+)
+from agl_inspect.statistics import Comparison, comparison_of, span_of
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
-
-CONVERSATION = "conversation"
-"""Metadata key under which a rollout stores the id of its conversation."""
 
 _EXAMPLE = "write --split production=0.9,candidate=0.1"
 
 
-class Split(Record, frozen=True, kw_only=True):
-    """The arms of a split: each label's share of the traffic, in order.
+def parse_split(text: str) -> ServedSplit:
+    """Parse a split from ``LABEL=SHARE,LABEL=SHARE,...``; its versions are missing, as the labels decide them.
 
-    The shares add up to 1; the first label is the baseline.
+    Raises:
+        ConfigError: The text is no split.
     """
-
-    shares: dict[str, float]
-
-    @property
-    def baseline(self) -> str:
-        """The first label; the other arms are compared with its arm."""
-        return next(iter(self.shares))
-
-    def arm_of(self, key: str) -> str:
-        """Return the label of the arm that ``key`` belongs to; every process gives the same answer at any time.
-
-        The labels divide the interval from 0 to 1 in their order. So with two labels, a share that grows loses no keys.
-        """
-        point = int.from_bytes(blake2b(f"agl-split/{key}".encode(), digest_size=8).digest()) / 2**64
-        edge = 0.0
-        *others, last = self.shares
-        for label in others:
-            edge += self.shares[label]
-            if point < edge:
-                return label
-        return last
-
-
-def parse_split(text: str) -> Split:
-    """Parse a split from ``LABEL=SHARE,LABEL=SHARE,...``; raises :class:`ConfigError`."""
     shares: dict[str, float] = {}
     if "," not in text:
         raise ConfigError(f"--split {text!r} needs two arms or more, with commas between them; {_EXAMPLE}")
@@ -72,7 +61,7 @@ def parse_split(text: str) -> Split:
     total = sum(shares.values())
     if abs(total - 1.0) > 1e-9:
         raise ConfigError(f"--split {text!r}: the shares add up to {total:g} and must add up to 1; {_EXAMPLE}")
-    return Split(shares=shares)
+    return ServedSplit(shares=shares, versions={})
 
 
 def _share(text: str, label: str, number: str) -> float:
@@ -126,27 +115,20 @@ async def check_labels(store: Store, labels: Iterable[str]) -> None:
             )
 
 
-def differing(pins: Pins) -> list[str]:
-    """Return the names of the resources whose versions differ between the arms."""
-    names = dict.fromkeys(name for versions in pins.values() for name in versions)
-    return [name for name in names if len({versions[name] for versions in pins.values()}) > 1]
-
-
-def place_rollout(rollout: Rollout, split: Split, pins: Pins) -> Rollout:
+def place_rollout(rollout: Rollout, split: ServedSplit) -> Rollout:
     """Return the rollout with its arm's versions pinned, and the placement in its metadata.
 
-    A rollout that already has an arm, or that pins a resource in which the arms differ, is returned unchanged.
+    A rollout that already has an arm, or that pins a resource that the split decides, is returned unchanged.
     """
-    names = differing(pins)
+    names = decided(split.versions)
     if KEY in rollout.metadata or any(name in rollout.resources for name in names):
         return rollout
-    conversation = rollout.metadata.get(CONVERSATION)
-    arm = split.arm_of(conversation if isinstance(conversation, str) else rollout.rollout_id)
-    versions = {label: {name: own[name] for name in names} for label, own in pins.items()}
-    placement = Placement(arm=arm, shares=split.shares, versions=versions)
+    arm = split.arm_of(unit_of(rollout, by_user=split.by_user))
+    versions = _restricted(split.versions, names)
+    placement = Placement(arm=arm, shares=split.shares, versions=versions, salt=split.salt)
     return msgspec.structs.replace(
         rollout,
-        resources={**pins[arm], **rollout.resources},
+        resources={**split.versions[arm], **rollout.resources},
         metadata={**rollout.metadata, KEY: msgspec.to_builtins(placement)},
     )
 
@@ -158,32 +140,41 @@ def arm_of(rollout: Rollout) -> str:
 
 
 class Splitter:
-    """Assigns new rollouts to arms and pins their versions. Stateless: all its decisions are in the store."""
+    """Assigns new rollouts to arms and pins their versions. Stateless: all its decisions are in the store.
 
-    def __init__(self, store: Store, split: Split) -> None:
+    Args:
+        split: The split of the command line, whose versions are those of its labels; ``None`` to serve the split that
+            the store holds at each moment.
+    """
+
+    def __init__(self, store: Store, split: ServedSplit | None) -> None:
         self._store = store
-        self.split = split
+        self._split = split
 
-    async def pins(self) -> Pins:
-        """Return the current versions of every arm, by label and resource name."""
-        return await pins_of(self._store, list(self.split.shares))
+    async def current(self) -> ServedSplit | None:
+        """Return the split with its current versions; ``None`` if no split is served."""
+        if self._split is None:
+            return await SERVED.get(self._store)
+        return msgspec.structs.replace(self._split, versions=await pins_of(self._store, list(self._split.shares)))
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Queue rollouts with the versions of their arms; returns them as stored.
 
-        A rollout that the store already has keeps its first arm and versions, even if labels or shares have changed.
+        A rollout that the store already has keeps its first arm and versions, even if the split has changed.
         """
-        pins = await self.pins()
+        split = await self.current()
+        if split is None:
+            return await self._store.enqueue(rollouts)
         try:
-            return await self._store.enqueue([place_rollout(rollout, self.split, pins) for rollout in rollouts])
+            return await self._store.enqueue([place_rollout(rollout, split) for rollout in rollouts])
         except ConflictError:
-            return await self._store.enqueue([await self._with_first_placement(rollout, pins) for rollout in rollouts])
+            return await self._store.enqueue([await self._with_first_placement(rollout, split) for rollout in rollouts])
 
-    async def _with_first_placement(self, rollout: Rollout, pins: Pins) -> Rollout:
+    async def _with_first_placement(self, rollout: Rollout, split: ServedSplit) -> Rollout:
         try:
             (known,) = await self._store.rollouts(RolloutQuery(ids=(rollout.rollout_id,)))
         except NotFoundError:
-            return place_rollout(rollout, self.split, pins)
+            return place_rollout(rollout, split)
         if KEY not in known.metadata:
             return rollout
         metadata = {**rollout.metadata, KEY: known.metadata[KEY]}
@@ -198,46 +189,100 @@ class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         differing: Resources in which the arms differ; if empty, there is nothing to compare.
-        against: The comparison with the baseline, by label; ``None`` while an arm has fewer than two rewards.
-        confidence: Confidence of all intervals.
+        against: The comparison with the baseline, by label; ``None`` while an arm has no reward.
     """
 
     arms: list[ArmReport]
     differing: list[str]
     against: dict[str, Comparison | None]
-    confidence: float
 
 
-async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[str, Sample]:
-    """Return the rewards of each arm, by label; reads the spans of every rollout in the split.
+class Placed(NamedTuple):
+    """A rollout in a split, with its arm and its reward."""
+
+    rollout: Rollout
+    arm: str
+    reward: float | None
+
+
+async def placed_rollouts(store: Store, pins: Pins, *, experiment: str | None) -> list[Placed]:
+    """Return the rollouts in a split, in the order in which they were placed; reads the spans of every one.
 
     Only rollouts whose arms had the versions in ``pins`` count.
     """
-    names, found = differing(pins), {label: Sample() for label in pins}
+    names, found = decided(pins), list[Placed]()
     query = RolloutQuery(experiment=experiment, status=COUNTED, limit=_PAGE)
     if not names:
         return found
     async for page in pages(store, query):
         arms = {r.rollout_id: arm for r in page if is_counted(r) and (arm := _arm(r, pins, names)) is not None}
-        async for rollout, reward in rewards_of(store, list(arms)):
-            found[arms[rollout.rollout_id]].add(rollout, reward)
-    return found
+        found += [Placed(r, arms[r.rollout_id], reward) async for r, reward in rewards_of(store, list(arms))]
+    return sorted(found, key=lambda placed: placed.rollout.created_at)
 
 
-async def split_report(
-    store: Store, labels: Sequence[str], *, experiment: str | None = None, confidence: float = 0.95
-) -> SplitReport:
-    """Report the rewards of the arms that ``labels`` name, the baseline first."""
-    pins = await pins_of(store, labels)
-    found = await samples(store, pins, experiment=experiment)
-    between = _restricted(pins, differing(pins))
-    baseline, *others = labels
+async def split_report(store: Store, pins: Pins, *, experiment: str | None = None, error: float = 0.05) -> SplitReport:
+    """Report the rewards of the arms with the versions in ``pins``, the baseline first.
+
+    ``error`` is the largest probability of a wrong verdict in each comparison.
+    """
+    placed = await placed_rollouts(store, pins, experiment=experiment)
+    samples = {label: Sample() for label in pins}
+    for each in placed:
+        samples[each.arm].add(each.rollout, each.reward)
+    between = _restricted(pins, decided(pins))
+    baseline, *others = pins
     return SplitReport(
-        arms=[found[label].report(label, between[label], confidence=confidence) for label in labels],
-        differing=differing(pins),
-        against={label: _compared(found[baseline].rewards, found[label].rewards, confidence) for label in others},
-        confidence=confidence,
+        arms=[samples[label].report(label, between[label]) for label in pins],
+        differing=decided(pins),
+        against={label: compare_placed(placed, baseline, label, error=error / 2) for label in others},
     )
+
+
+def compare_placed(
+    placed: Sequence[Placed], old: str, new: str, *, error: float, gain: float = 0.0
+) -> Comparison | None:
+    """Compare two arms of a split by their units; ``None`` if an arm has no reward.
+
+    The rollouts of one user or conversation enter once, by their mean. A user whose arm changed, because the shares
+    did, counts with the first arm.
+
+    Args:
+        placed: The rollouts in the order in which they were placed.
+        old: The label of the first arm.
+        new: The label of the second arm.
+        error: The largest probability of a wrong ``better``, and of a wrong ``worse``.
+        gain: The gain in reward above which the second arm counts as better.
+    """
+    units = _units(placed, old, new)
+    before, after = ([reward for unit in units if unit.arm == label for reward in unit.rewards] for label in (old, new))
+    if not before or not after:
+        return None
+    gate = Gate(error=error, gain=gain, span=span_of([*before, *after]))
+    for unit in units:
+        gate.arrive(fmean(unit.rewards), is_new=unit.arm == new, share=unit.share)
+    means, counts = (fmean(before), fmean(after)), (len(before), len(after))
+    return comparison_of(gate, means=means, counts=counts, is_split=True)
+
+
+class _Unit(NamedTuple):
+    """A user, a conversation or a rollout in one of two arms, with the probability of the second arm."""
+
+    arm: str
+    share: float
+    rewards: list[float]
+
+
+def _units(placed: Sequence[Placed], old: str, new: str) -> list[_Unit]:
+    units: dict[str, _Unit] = {}
+    for each in placed:
+        placement = placement_of(each.rollout)
+        if placement is None or each.arm not in (old, new) or (each.reward is None and each.rollout.status != "failed"):
+            continue
+        share = placement.shares[new] / (placement.shares[new] + placement.shares[old])
+        unit = units.setdefault(unit_of(each.rollout), _Unit(each.arm, share, []))
+        if unit.arm == each.arm:
+            unit.rewards.append(each.reward or 0.0)
+    return list(units.values())
 
 
 def _arm(rollout: Rollout, pins: Pins, names: Sequence[str]) -> str | None:
@@ -246,13 +291,9 @@ def _arm(rollout: Rollout, pins: Pins, names: Sequence[str]) -> str | None:
     if placement is None or placement.arm not in pins or not pins.keys() <= placement.versions.keys():
         return None
     then = {label: placement.versions[label] for label in pins}
-    return placement.arm if _restricted(then, differing(then)) == _restricted(pins, names) else None
+    return placement.arm if _restricted(then, decided(then)) == _restricted(pins, names) else None
 
 
 def _restricted(pins: Pins, names: Sequence[str]) -> Pins:
     """Return the pins of the resources in ``names`` only."""
     return {label: {name: own[name] for name in names} for label, own in pins.items()}
-
-
-def _compared(old: Sequence[float], new: Sequence[float], confidence: float) -> Comparison | None:
-    return compare(old, new, confidence=confidence) if min(len(old), len(new)) > 1 else None

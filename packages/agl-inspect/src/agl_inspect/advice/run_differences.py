@@ -1,22 +1,19 @@
-"""Compares the newest validations of runs: the difference of their rewards, with an interval.
+"""Compares the newest validations of runs by the gate.
 
-Runs that were validated on the same tasks are compared task by task, others by Welch's interval of the difference of
-their means over tasks. The newest validation is compared and not the best one, which is the luckiest of several. The
-intervals are not corrected for their number: of twenty equally good runs, about one differs from the first by chance.
+Runs that were validated on the same tasks are compared task by task, others in the order of their tasks. The newest
+validation is compared and not the best one, which is the luckiest of several. The comparisons share one error: of any
+number of runs that are as good as the first, at least one is called better or worse with a probability of at most 5 %.
 """
 
 from collections.abc import Sequence
-from typing import Literal
-
-from msgspec.structs import replace
 
 from agl.contracts import ExperimentRecord, Store
 from agl.schemas import Record
 from agl_inspect.records.validations import Validation, read_validations
-from agl_inspect.statistics import FEWEST_ALIKE, compare, compare_tasks
+from agl_inspect.statistics import Comparison, compare, compare_tasks
 
-Verdict = Literal["better", "worse", "unclear"]
-"""The outcome of a comparison."""
+_ERROR = 0.05
+"""The largest probability of a wrong verdict among all comparisons with the first run."""
 
 
 class RunDifference(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -25,32 +22,21 @@ class RunDifference(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         run: The name of the experiment that is compared.
         baseline: The name of the experiment that ``run`` is compared with.
-        difference: Mean reward of ``run`` minus that of ``baseline``; ``None`` if there are too few rewards.
-        low: Lower end of the 95 % interval of ``difference``; ``None`` if there are too few rewards.
-        high: Upper end of the 95 % interval of ``difference``; ``None`` if there are too few rewards.
-        tasks: Number of validation tasks of ``run``.
-        baseline_tasks: Number of validation tasks of ``baseline``.
-        is_paired: Whether both have the same tasks, so that the rewards were paired by task.
-        verdict: ``better`` or ``worse`` if the interval excludes 0, else ``unclear``.
+        comparison: The rewards of ``run`` against those of ``baseline``; ``None`` if either has no validation.
         words: The whole result in a sentence.
     """
 
     run: str
     baseline: str
-    difference: float | None
-    low: float | None
-    high: float | None
-    tasks: int
-    baseline_tasks: int
-    is_paired: bool
-    verdict: Verdict
+    comparison: Comparison | None
     words: str
 
 
 async def compare_runs(store: Store, records: Sequence[ExperimentRecord]) -> list[RunDifference]:
     """Compare the newest run of the first experiment with the newest run of each other one."""
     newest = [(record.name, await _newest(store, record)) for record in records]
-    return [_difference(first, other) for first in newest[:1] for other in newest[1:]]
+    error = _ERROR / max(1, len(newest) - 1)
+    return [_difference(first, other, error=error) for first in newest[:1] for other in newest[1:]]
 
 
 async def _newest(store: Store, record: ExperimentRecord) -> Validation | None:
@@ -61,52 +47,16 @@ async def _newest(store: Store, record: ExperimentRecord) -> Validation | None:
 _Named = tuple[str, Validation | None]
 
 
-def _difference(first: _Named, other: _Named) -> RunDifference:
+def _difference(first: _Named, other: _Named, *, error: float) -> RunDifference:
     (baseline, old), (run, new) = first, other
-    unclear = RunDifference(
-        run=run,
-        baseline=baseline,
-        difference=None,
-        low=None,
-        high=None,
-        tasks=_count(other),
-        baseline_tasks=_count(first),
-        is_paired=False,
-        verdict="unclear",
-        words=f"{run} cannot be compared with {baseline}: ",
-    )
     if old is None or new is None:
-        return replace(unclear, words=f"{unclear.words}{baseline if old is None else run} has no validation")
-    fewest = min(first, other, key=_count)
-    if _count(fewest) < 2:
-        few = f"{fewest[0]} has {_tasks(_count(fewest))}, and an interval needs 2"
-        return replace(unclear, words=unclear.words + few)
-    is_paired = old.tasks == new.tasks and len(old.rewards) == len(new.rewards)
-    if is_paired:
+        words = f"{run} cannot be compared with {baseline}: {baseline if old is None else run} has no validation"
+        return RunDifference(run=run, baseline=baseline, comparison=None, words=words)
+    if old.tasks == new.tasks:
         samples = [{str(task): [reward] for task, reward in enumerate(one.rewards)} for one in (old, new)]
-        found = compare_tasks(*samples)
+        found, note = compare_tasks(*samples, error=error), ""
     else:
-        found = compare(old.rewards, new.rewards)
-    difference, low, high = found.difference, found.low, found.high
-    is_clear = not low <= 0 <= high and (low < high or min(_count(first), _count(other)) >= FEWEST_ALIKE)
-    verdict: Verdict = "unclear" if not is_clear else "better" if difference > 0 else "worse"
-    head = f"{run} is {verdict} than {baseline} by {abs(difference):.3g}"
-    ends = (low, high) if difference > 0 or not is_clear else (-high, -low)
-    if not is_clear:
-        head = f"{run} is not shown to be better or worse than {baseline}: the difference is {difference:+.3g}"
-    how = (
-        f"paired by {_tasks(len(new.rewards))}"
-        if is_paired
-        else f"not paired, because the validation tasks differ: {len(new.rewards)} against {len(old.rewards)}"
+        found, note = compare(old.rewards, new.rewards, error=error), "; the validation tasks differ"
+    return RunDifference(
+        run=run, baseline=baseline, comparison=found, words=f"{run} against {baseline}: {found.words}{note}"
     )
-    words = f"{head}, 95 % interval {ends[0]:.3g} to {ends[1]:.3g}, {how}"
-    known = replace(unclear, difference=difference, low=low, high=high)
-    return replace(known, is_paired=is_paired, verdict=verdict, words=words)
-
-
-def _count(named: _Named) -> int:
-    return len(named[1].rewards) if named[1] else 0
-
-
-def _tasks(count: int) -> str:
-    return f"{count} validation task{'' if count == 1 else 's'}"

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
 
 import click
 from msgspec.structs import replace
@@ -17,9 +16,9 @@ from agl.errors import ConfigError
 from agl.hints import count_of
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_inspect.records import labels
+from agl_inspect.records.spending import spend
 from agl_inspect.records.state import DEFERRED
 from agl_inspect.searches import COLUMNS, Candidate, Search, candidates_of, searches_of
-from agl_inspect.statistics import Criterion, check_better
 from agl_inspect.terminal.opening import (
     Reading,
     complete_experiment,
@@ -45,8 +44,8 @@ from agl_inspect.versions import (
     shown,
 )
 
-_confidence = click.FloatRange(0.0, 1.0, min_open=True, max_open=True)
-_CONDITIONS = frozenset({"confidence", "min_gain", "min_rollouts", "experiment"})
+_error = click.FloatRange(0.0, 0.5, min_open=True)
+_CONDITIONS = frozenset({"error", "min_gain", "experiment"})
 """The parameters of :func:`promote` that have an effect only with ``--if-better``."""
 
 _NOT_SAVED = (
@@ -212,14 +211,13 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
 @_label_option
 @click.option("--if-better", is_flag=True, help="Only if VERSION's rewards are better than the label's.")
 @click.option(
-    "--confidence",
-    type=_confidence,
-    default=0.95,
+    "--error",
+    type=_error,
+    default=0.05,
     show_default=True,
-    help="Confidence of the interval that must lie above --min-gain.",
+    help="Largest probability that any promotion of the label is to a version that is no better.",
 )
-@click.option("--min-gain", default=0.0, show_default=True, help="Smallest difference of the mean rewards.")
-@click.option("--min-rollouts", default=20, show_default=True, help="Smallest number of rewards of each version.")
+@click.option("--min-gain", default=0.0, show_default=True, help="The gain above which VERSION counts as better.")
 @click.option(
     "--experiment", shell_complete=complete_experiment, help="With --if-better: only rollouts of this experiment."
 )
@@ -233,13 +231,15 @@ def promote(
     if_better: bool,
     experiment: str | None,
     reason: str,
-    **criterion: Any,
+    error: float,
+    min_gain: float,
 ) -> None:
     """Point a label at VERSION of NAME (a version or another label).
 
-    With --if-better, compares the rewards of all finished rollouts that ran with either version (Welch's interval of
-    the difference of means), and moves the label only if there are --min-rollouts of each and the interval's lower end
-    is above --min-gain. For versions that a serving split gives to callers, see agl resources split --promote.
+    With --if-better, compares the rewards of both versions as agl resources compare does, and moves the label only if
+    the evidence for a gain above --min-gain is strong enough. The promotions of a label share --error, so each new
+    version needs stronger evidence than the one before; looking at a version again costs nothing. For versions that a
+    serving split gives to callers, see agl resources split --promote.
     """
     unused = (
         []
@@ -266,8 +266,10 @@ def promote(
         present = await labels.labelled(opened, name, label)
         if present is None:
             raise ConfigError(f"{name!r} has no label {label!r} to be better than; promote once without --if-better")
-        bar = Criterion(**criterion)
-        numbers = _better(await arms(opened, name, [present.version, chosen], experiment=experiment), bar)
+        old, new = await arms(opened, name, [present.version, chosen], experiment=experiment)
+        compared = f"{chosen} against {present.version}{f' in {experiment}' if experiment else ''}"
+        share = await spend(opened, name, label, compared, error=error)
+        numbers = _better(old, new, error=share, gain=min_gain)
         return await labels.move(opened, name, label, chosen, reason=reason or numbers), numbers
 
     made, numbers = store.read(work)
@@ -292,14 +294,14 @@ def rollback(store: Reading, name: str, label: str) -> None:
 @click.argument("old")
 @click.argument("new")
 @click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
-@click.option("--confidence", type=_confidence, default=0.95, show_default=True, help="Confidence of the interval.")
+@click.option("--error", type=_error, default=0.05, show_default=True, help="Largest probability of a wrong verdict.")
 @reads_store
-def compare_(store: Reading, name: str, old: str, new: str, experiment: str | None, confidence: float) -> None:
+def compare_(store: Reading, name: str, old: str, new: str, experiment: str | None, error: float) -> None:
     """Compare the rewards of two versions of NAME.
 
-    OLD and NEW are versions or labels. If both were validated on the same tasks, the validations are paired by task,
-    with Student's interval of the differences. Otherwise all rollouts that ran with them are compared, with Welch's
-    interval of the difference of means; the output says which.
+    OLD and NEW are versions or labels. The verdict is better, worse, or that they cannot be told apart. If both were
+    validated on the same tasks, the validations are paired by task. Otherwise all rollouts that ran with them are
+    paired in the order in which they ended; the output says which.
     """
 
     async def work(opened: Store) -> Sequence[Arm]:
@@ -309,14 +311,21 @@ def compare_(store: Reading, name: str, old: str, new: str, experiment: str | No
         return await arms(opened, name, names, experiment=experiment)
 
     before, after = store.read(work)
-    result, counted, note = compare_arms(before, after, confidence=confidence)
-    lines = [f"{arm.version}: {arm.summary(confidence)}" for arm in counted]
+    result, counted, note = compare_arms(before, after, error=error)
+    lines = [f"{arm.version}: {arm.summary}" for arm in counted]
     store.show(result, lambda: [*lines, result.words, *([note] if note else [])])
 
 
-def _better(pair: Sequence[Arm], bar: Criterion) -> str:
-    old, new = pair
-    return check_better((old.version, old.rewards), (new.version, new.rewards), bar)
+def _better(old: Arm, new: Arm, *, error: float, gain: float) -> str:
+    """Return the comparison as text if ``new`` is better than ``old``; raises :class:`ConfigError` otherwise."""
+    # A promotion asks for one direction only, which may have the whole error.
+    found, _, _ = compare_arms(old, new, error=2 * error, gain=gain)
+    if found.verdict != "better":
+        raise ConfigError(
+            f"{new.version} is not shown to be better than {old.version}: {found.words}. "
+            "Record more rollouts, or promote without --if-better"
+        )
+    return found.words
 
 
 def _row(item: ListedVersion) -> tuple[str, ...]:

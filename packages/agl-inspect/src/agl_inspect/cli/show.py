@@ -20,6 +20,7 @@ from agl.schemas import Attempt, Episode, ErrorInfo, Json, Record, Reward, Rollo
 from agl_inspect.advice.suggestions import VALIDATE
 from agl_inspect.records.metrics import RUN, LoggedRun, experiment_step, read_runs, step_line, version_of_step
 from agl_inspect.records.names import ORIGIN
+from agl_inspect.records.splits import served_facts
 from agl_inspect.rollouts.answers import answer_counts, fork_origin
 from agl_inspect.rollouts.conversations import ShownMessages, contents_of
 from agl_inspect.rollouts.explanations import call_facts, explain, explain_training
@@ -381,6 +382,8 @@ def _rollout(found: ShownRollout, contents: Contents) -> Iterator[str]:
     yield f"created {when(rollout.created_at)} UTC, group {rollout.group_id or '-'}, task {short(rollout.task, 100)}"
     if rollout.resources:
         yield f"with {', '.join(f'{name}@{version}' for name, version in sorted(rollout.resources.items()))}"
+    if facts := served_facts(rollout):
+        yield ", ".join(facts)
     if contents.is_full:
         yield from contents.text("task", rollout.task)
     for attempt in found.attempts:

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from agl import semconv
-from agl.contracts import CallUse
+from agl.contracts import REDACTED, CallUse
 from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.hints import count_of
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
@@ -57,6 +57,11 @@ _WITHOUT_IDS = (
     "with agl's torch policy or vLLM, and send the calls through the gateway."
 )
 
+_REDACTED = (
+    "A redactor changed the call before it was recorded, and token ids would reveal the original texts. Measuring, "
+    "prompt search and export need none; to train weights, record the calls without a redactor."
+)
+
 _IMPORTED_WITHOUT_IDS = (
     "The run was imported, and its source has the text of these calls, not their token ids. Text feeds sft and dpo "
     "(agl data export writes their data), prompt search and rewards, not grpo or another algorithm that trains on "
@@ -86,6 +91,8 @@ def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | N
     steps = NEXT_STEP
     if "imported" in episode.rollout.metadata:
         steps = {**NEXT_STEP, "missing_token_ids": _IMPORTED_WITHOUT_IDS}
+    elif any(call.detail == REDACTED for call in episode.transitions):
+        steps = {**NEXT_STEP, "missing_token_ids": _REDACTED}
     elif is_without_ids:
         steps = {**NEXT_STEP, "missing_token_ids": _WITHOUT_IDS}
     lines.extend(f"{reason}: {step}" for reason, step in steps.items() if reason in reasons)

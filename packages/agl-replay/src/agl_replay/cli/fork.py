@@ -29,8 +29,8 @@ from agl_inspect.stores import command, located
 from agl_inspect.terminal.opening import complete_rollout, pass_manager, resolve_url, store_option, with_store
 from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table
 from agl_inspect.terminal.query import find
-from agl_inspect.text import ends, short, visible
-from agl_replay.forking import CONFIDENCE, Forked, ForkReport, describe_fork, fork_rollout, judged
+from agl_inspect.text import short, visible
+from agl_replay.forking import MOST, Forked, ForkReport, describe_fork, fork_rollout, judged
 from agl_run import load_config
 from agl_run.engine import Plan, can_replay, default_progress, run_blocking
 from agl_run.terminal import make_trainer, store_of
@@ -67,7 +67,7 @@ class ForkPoint(Record, frozen=True, kw_only=True, omit_defaults=False):
 @click.command("fork")
 @click.argument("rollout_id", shell_complete=complete_rollout)
 @click.option("--at", "number", type=click.IntRange(min=1), help="Call to fork at; without it, list the calls.")
-@click.option("--n", "count", type=click.IntRange(1, 1000), default=8, show_default=True, help="Number of forks.")
+@click.option("--n", "count", type=click.IntRange(1, MOST), default=10, show_default=True, help="Number of forks.")
 @click.option(
     "--file", type=click.Path(path_type=Path), help="The experiment file; by default found by name in this folder."
 )
@@ -108,10 +108,6 @@ def fork(
             span_id=call.span_ids[0],
             agent=call.agent,
             reward=_reward(recorded, plan),
-            mean=None,
-            low=None,
-            high=None,
-            verdict="",
             is_complete=forked.is_complete,
             forks=[describe_fork(episode) for episode in forked.episodes],
         )
@@ -260,9 +256,8 @@ def _print_forks(report: ForkReport) -> None:
     for error, count in Counter(fork.error for fork in report.forks if fork.error).items():
         echo(f"{count} of {len(report.forks)}: {short(error, 600)}")
     if report.mean is not None:
-        interval = ends(report.low, report.high, ".3g", label=f", {CONFIDENCE:.0%} interval")
         count = sum(fork.reward is not None for fork in report.forks)
-        echo(f"mean reward {report.mean:.3g}{interval}, {count_of(count, 'fork')}; recorded {_words(report.reward)}")
+        echo(f"mean reward {report.mean:.3g}, {count_of(count, 'fork')}; recorded {_words(report.reward)}")
     echo(report.verdict)
     if not report.is_complete:
         echo("stopped before all forks had ended")

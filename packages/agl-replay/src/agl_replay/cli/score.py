@@ -22,7 +22,7 @@ from agl_inspect.stores import MEMORY
 from agl_inspect.terminal.opening import complete_rollout, pass_manager, resolve_url, store_option, with_store
 from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table
 from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query
-from agl_inspect.text import ends, short
+from agl_inspect.text import short
 from agl_replay.rescoring import Rescored, make_rescorer, rewards_plan
 from agl_replay.reward_change import GroupChange, PartChange, RewardChange, Values, sum_up
 from agl_run import load_config
@@ -196,11 +196,6 @@ def _print_change(change: RewardChange) -> None:
     if change.before is not None:
         tasks = count_of(change.tasks, "task")
         echo(f"mean over {tasks}: {_number(change.before)} recorded, {_number(change.after)} now")
-    if change.difference is not None:
-        one = change.difference
-        kind = "tasks" if change.tasks > 1 else "rollouts"
-        interval = ends(one.low, one.high, "+.4f", label=f", {one.confidence:.0%} interval")
-        echo(f"difference {one.difference:+.4f}{interval}, paired by {one.paired_tasks} {kind}")
     if change.lost or change.gained:
         echo(f"{change.lost} of them lost their reward, and {change.gained} got their first")
     for line in _group_lines(change.groups) if change.scored else ():

@@ -212,6 +212,8 @@ def _check_first(config: ExperimentConfig) -> None:
 
 def _check_tasks(plan: Plan) -> None:
     section, algorithms = plan.config.experiment, plan.config.algorithm
+    if plan.takes_conversations:
+        return
     if not plan.train and not all(map(_needs_no_tasks, algorithms)):
         raise ConfigError("an algorithm needs training tasks; set [experiment] train to a JSON-lines file")
     if not (plan.train or plan.val or algorithms):
@@ -257,7 +259,7 @@ def _check_validation(plan: Plan) -> None:
             f"experiment.on_collapse is {section.on_collapse!r}, and only validations between the steps show a "
             "collapse; set validate_every, or remove it"
         )
-    # With fewer tasks, chance can explain any fall, and the guard would never act.
+    # With fewer tasks, the evidence can never be strong enough, and the guard would never act.
     if count < FEWEST_TASKS:
         raise ConfigError(
             f"experiment.on_collapse is {section.on_collapse!r}, and a collapse shows from {FEWEST_TASKS} validation "

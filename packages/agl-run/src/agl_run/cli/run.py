@@ -247,12 +247,12 @@ def _exports(result: FitResult, config: ExperimentConfig, store_url: str) -> dic
 
 
 def _loss(result: FitResult) -> list[str]:
-    """Return a warning if the last validation was worse than the best one, else an empty list."""
+    """Return a warning if the last validation reward was below the highest one, else an empty list."""
     last, best = result.last, result.best
     if last is None or best is None or (last >= best and result.kept_step is None):
         return []
     if result.kept_step is None:
-        text = f"the end is worse than the best: validation reward {last:.3f} now, {best:.3f} "
+        text = f"the last validation reward, {last:.3f}, is below the highest one, {best:.3f} "
         return [f"{text}{after_step(result.best_step)}; agl resources list shows the versions of every step"]
     text = f"the last step was not the best: validation reward {last:.3f} after it, {result.after:.3f} "
     return [f"{text}{after_step(result.kept_step)}; the versions of then are live, and have the label best"]

@@ -69,6 +69,8 @@ def parse_config(data: dict[str, Any], *, source: str = "the experiment") -> Exp
     """
     # One name may be written without brackets; the records know lists only.
     shaped: dict[str, Any] = {key: _with_lists(section) for key, section in data.items()}
+    if isinstance(shaped.get("learn"), dict):
+        shaped["learn"] = {name: _with_lists(table) for name, table in shaped["learn"].items()}
     try:
         # Checked by hand before msgspec converts: its messages name a path, ours also say what to
         # write.

@@ -15,6 +15,7 @@ from agl.algorithms import AlgorithmConfig, ComponentConfig, PlacementConfig
 from agl.hints import check_value
 from agl.schemas import Json, JsonResource, PromptTemplate, Record
 from agl.stores import MAX_ATTEMPTS
+from agl_run.config.learning import LearnSettings
 
 EXAMPLES = {
     "agent": 'write "module:attribute", such as agent = "agent:solve", or a command as an array of words: '
@@ -181,8 +182,8 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         validate_every: Steps between validations; 0 validates only before the first step and after the last.
         validation_limit: The most validation tasks that are used; 0 for all.
         final: The versions that are live at the end: the ``best`` validated ones, or the ``last`` ones.
-        on_collapse: Reaction to a validation reward that is below the best one by more than chance explains, twice in
-            a row: ``rollback`` to the best versions with smaller steps, ``stop``, or ``continue``.
+        on_collapse: Reaction to two validations in a row that are worse than the best one with evidence of 100 to 1:
+            ``rollback`` to the best versions with smaller steps, ``stop``, or ``continue``.
         failed: Treatment of a failed rollout: ``drop`` leaves it out of training, ``penalise`` trains on it with the
             reward ``penalty``.
         missing_reward: Treatment of a rollout without a reward: ``drop`` or ``penalise``, as for ``failed``.
@@ -244,6 +245,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
         retention: Which old rollouts the run removes after its end.
         tracers: Names of the tracers to use; ``otel``, ``wire`` and ``unrecorded`` are always on.
         plugins: ``{ disabled = ["name"] }``.
+        learn: Settings of ``agl learn`` by name; other commands ignore them.
     """
 
     experiment: ExperimentSection
@@ -259,6 +261,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
     retention: RetentionConfig = RetentionConfig()
     tracers: tuple[str, ...] = ()
     plugins: dict[Literal["disabled"], tuple[str, ...]] = {}
+    learn: dict[str, LearnSettings] = {}
 
 
 def policy(

@@ -1,17 +1,18 @@
 """Reacts to a fall of the validation reward: goes back to the best versions, stops, or only reports the fall.
 
-A validation has fallen if its reward is below the best one by more than chance explains. The first such validation is
-reported; if the next one has fallen too, the reaction in ``on_collapse`` follows. The decision depends only on data in
-the store, so a run that is killed decides the same when it is resumed.
+A validation has fallen if the gate finds it worse than the best one. The first such validation is reported; if the next
+one has fallen too, the reaction in ``on_collapse`` follows, because a single fall may be real and yet pass by itself.
+The decision depends only on data in the store, so a run that is killed decides the same when it is resumed.
 """
 
 from collections.abc import Sequence
 
+from agl.acceptance import odds_text
 from agl.errors import AglError
 from agl.schemas import Record
 from agl_inspect.advice.suggestions import Suggestion
 from agl_inspect.records.shelf import Shelf, run_key
-from agl_inspect.records.validations import Validation, has_fallen
+from agl_inspect.records.validations import Validation
 from agl_run.plan import VALIDATION
 from agl_run.run.algorithm import DrivenAlgorithm
 from agl_run.run.driver import Driver
@@ -67,9 +68,10 @@ class CollapseGuard:
         if not fallen or all(turn.is_finished for turn in self._turns):
             return
         best, last = self._driver.validations.best, fallen[-1]
-        finding = f"the validation reward has fallen: {last.words}, and {best.words}, by more than chance explains"
+        odds = odds_text(self._driver.validations.evidence_of_fall(last))
+        finding = f"the validation reward has fallen: {last.words}, and {best.words}, evidence {odds}"
         chosen = self._driver.running.plan.config.experiment.on_collapse
-        # One low validation in many is expected by chance; a second one in a row is not.
+        # Training that goes up and down falls once in a while and recovers by itself.
         if len(fallen) == 1:
             self._say(f"{finding}; if the next validation shows that too, {_INTENTIONS[chosen]}")
             return
@@ -108,7 +110,7 @@ class CollapseGuard:
             return []
         fallen: list[Validation] = []
         for one in reversed(since[-2:]):
-            if not has_fallen(one, self._driver.validations.best):
+            if not self._driver.validations.has_fallen(one):
                 break
             fallen.insert(0, one)
         return fallen

@@ -3,7 +3,7 @@
 If other versions scored better than the last ones and are close to each other, they run on the validation tasks once
 more: the highest of many measurements is biased upwards, and fresh rollouts are not. This costs rollouts that are in no
 budget, so it happens only in experiments that validate between steps; in other experiments the last versions stay live
-unless they are clearly worse than the first.
+unless the gate finds them worse than the first.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from statistics import fmean
 
 from agl.contracts import Metric, Store
 from agl.schemas import Record, Weights
-from agl_inspect.records.validations import Validation, is_below, rewards_of
+from agl_inspect.records.validations import Validation, rewards_of
 from agl_run.plan import VALIDATION
 from agl_run.run.driver import Driver
 
@@ -70,10 +70,8 @@ async def _available(driver: Driver, last: Validation) -> list[Validation]:
     best = driver.validations.best
     if best.versions == last.versions:
         return [last]
-    # Two measurements are no selection from many, so the last versions stay unless they are clearly
-    # worse.
     if not driver.running.plan.config.experiment.validate_every:
-        return [best if is_below(last, best, confidence=0.95) else last]
+        return [best if driver.validations.has_fallen(last) else last]
     found: list[Validation] = []
     for one in driver.validations.finalists():
         missing = await missing_files(driver.running.store, one)

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
+from agl.errors import ConfigError
 from agl.hints import count_of
 from agl.schemas import Episode, Json, Mode, Record
 from agl_inspect.records.names import TRIAL, error_of
@@ -124,9 +125,15 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
     """Run the experiment to its end, from its start or from where it was stopped.
 
     Raises:
+        ConfigError: The experiment has no tasks, because it is a file of `agl learn`.
         RunError: All rollouts failed, or all rollouts of training tasks.
     """
     started = time.monotonic()
+    if plan.takes_conversations:
+        raise ConfigError(
+            "the tasks of this file come from served conversations; run agl learn FILE, or set [experiment] train to a "
+            "JSON-lines file"
+        )
     running = RunningExperiment(plan)
     turns: list[DrivenAlgorithm] = []
     async with AsyncExitStack() as stack:

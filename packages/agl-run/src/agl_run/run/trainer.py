@@ -148,7 +148,7 @@ class Trainer:
             plugins: The plugin manager; by default one with the installed plugins that the experiment does not disable.
             progress: Shows the progress; by default a summary of the run in a terminal, and plain lines elsewhere.
         """
-        return cls(
+        trainer = cls(
             algorithm=config.algorithm,
             initial_resources=config.resource,
             policies=config.policy,
@@ -166,6 +166,8 @@ class Trainer:
             folder=folder,
             **msgspec.structs.asdict(config.experiment),
         )
+        trainer._config = msgspec.structs.replace(trainer._config, learn=config.learn)
+        return trainer
 
     @property
     def config(self) -> ExperimentConfig:

@@ -1,0 +1,318 @@
+"""``agl learn``: runs a learner, shows what it does and why, and lets people decide."""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+import click
+from msgspec.structs import replace
+
+from agl import PluginManager
+from agl.acceptance import odds_text
+from agl.contracts import Store
+from agl.errors import ConfigError, NotFoundError
+from agl.hints import count_of, did_you_mean
+from agl.schemas import Record
+from agl_inspect.learning import computed_again, first_unit, replay_gates, served_gates
+from agl_inspect.records.learning import (
+    FINAL,
+    Decision,
+    LearnerControl,
+    LearnerState,
+    LearningCandidate,
+    LearningRecords,
+    ReplayPair,
+    ServedUnit,
+    learners,
+)
+from agl_inspect.records.splits import SERVED, ServedSplit
+from agl_inspect.stores import build_store, located
+from agl_inspect.terminal.opening import Reading, pass_manager, reads_store
+from agl_inspect.terminal.output import echo, print_table, when
+from agl_inspect.text import visible
+from agl_run.terminal import experiment_argument, read_experiment
+
+_learner_option = click.option("--learner", metavar="NAME", help="The learner, if the store has several.")
+
+
+class _FileOrCommand(click.Group):
+    """A group whose first argument may also be an experiment file, which is then run."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first argument names, or else ``run``."""
+        if args and args[0] not in self.commands:
+            return "run", self.commands["run"], args
+        return super().resolve_command(ctx, args)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write both forms."""
+        formatter.write_usage(ctx.command_path, "FILE [OPTIONS]")
+        formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...")
+
+
+@click.group(cls=_FileOrCommand)
+def learn() -> None:
+    """Learn from served conversations, next to agl serve, and promote what is shown to be better.
+
+    FILE is an experiment file with a table [learn.NAME]. The learner works until it is stopped, and continues where it
+    was when it is started again.
+
+    Example: agl learn support.toml
+    """
+
+
+@learn.command("run", hidden=True)
+@experiment_argument
+@pass_manager
+def run_(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
+    """Run the learner of FILE."""
+    # Imported here, because the other commands need neither training nor replays.
+    from agl_learn.service import run_learner
+    from agl_learn.settings import LearnerFile, learner_of
+
+    config, plugins = read_experiment(file, settings, manager=manager)
+    name, chosen = learner_of(config)
+    folder = file.absolute().parent
+    store = build_store(plugins, located(config.experiment.store, folder))
+    made = LearnerFile(name=name, settings=chosen, config=config, folder=folder, manager=plugins, store=store)
+    asyncio.run(_until_stopped(store, lambda stopping: run_learner(made, say=_say, stopping=stopping)))
+    click.echo("stopped; the same command continues", err=True)
+
+
+async def _until_stopped(store: Store, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Run ``work`` until a signal arrives, and close the store."""
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    try:
+        await work(stopping)
+    finally:
+        await store.close()
+
+
+def _say(line: str) -> None:
+    click.echo(visible(line))
+
+
+class Story(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A learner with all of its candidates and decisions, as ``--json`` prints it.
+
+    Attributes:
+        progress: The evidence so far on each candidate that is on its way, by id.
+    """
+
+    name: str
+    state: LearnerState
+    control: LearnerControl
+    split: ServedSplit | None
+    candidates: list[LearningCandidate]
+    decisions: list[Decision]
+    progress: dict[str, str]
+
+
+async def read_story(store: Store, name: str | None) -> Story:
+    """Read a learner; raises :class:`ConfigError` if the store has none, or several and ``name`` is not given."""
+    records = await _records(store, name)
+    candidates = await records.candidates.read(store)
+    running = [each for each in candidates.values() if each.stage not in FINAL]
+    return Story(
+        name=records.name,
+        state=await records.state.get(store) or LearnerState(),
+        control=await records.control.get(store) or LearnerControl(),
+        split=await SERVED.get(store),
+        candidates=sorted(candidates.values(), key=lambda each: each.number),
+        decisions=sorted((await records.decisions.read(store)).values(), key=lambda each: each.at),
+        progress={each.id: await _progress(store, records, each) for each in running},
+    )
+
+
+async def _progress(store: Store, records: LearningRecords, candidate: LearningCandidate) -> str:
+    """Return the evidence on a candidate in its present stage."""
+    if candidate.stage in ("replay", "approval"):
+        pairs = list((await records.pairs(candidate.id).read(store)).values())
+        gate = replay_gates(candidate.rules, number=candidate.number, pairs=pairs)["replay"]
+    else:
+        units = list((await records.units(candidate.id).read(store)).values())
+        gate = served_gates(candidate.rules, candidate.stage, units[first_unit(candidate) :])[candidate.stage]
+    return f"{gate.words}; a verdict needs {1 / gate.error:,.0f} to 1"
+
+
+async def _records(store: Store, name: str | None) -> LearningRecords:
+    names = await learners(store)
+    if not names:
+        raise ConfigError("no learner has worked on this store; start one with: agl learn FILE")
+    if name is None and len(names) > 1:
+        raise ConfigError(f"which learner? there are {', '.join(names)}; name one with --learner")
+    if name is not None and name not in names:
+        raise ConfigError(f"there is no learner {name!r}; {did_you_mean(name, names, otherwise=f'there is {names}')}")
+    return LearningRecords(name or names[0])
+
+
+@learn.command()
+@_learner_option
+@reads_store
+def status(store: Reading, learner: str | None) -> None:
+    """Show what is served, and where the candidates are."""
+    story = store.read(lambda opened: read_story(opened, learner))
+    store.show(story, lambda: _status_lines(story))
+
+
+def _status_lines(story: Story) -> Iterator[str]:
+    state = story.state
+    paused = ", paused" if story.control.is_paused else ""
+    so_far = f"{count_of(state.rated, 'rated conversation')}, {count_of(state.rounds, 'round')}"
+    yield f"learner {story.name}{paused}: {so_far}"
+    if story.split is not None:
+        for arm, share in story.split.shares.items():
+            yield f"  {share:.0%} {arm}: {_named(story.split.versions[arm])}"
+    for each in story.candidates:
+        if each.stage not in FINAL:
+            yield f"{each.id} ({_named(each.versions)}) {each.stage}: {each.moves[-1].reason}"
+            yield f"  {story.progress[each.id]}"
+    final = [each for each in story.candidates if each.stage in FINAL]
+    ends = ", ".join(f"{sum(each.stage == end for each in final)} {end}" for end in sorted(FINAL))
+    yield f"{count_of(len(story.candidates), 'candidate')}: {ends}"
+    for user, reason in state.excluded.items():
+        yield f"feedback that does not count: {user} ({reason})"
+
+
+@learn.command()
+@_learner_option
+@reads_store
+def log(store: Reading, learner: str | None) -> None:
+    """List every move of every candidate, oldest first."""
+    story = store.read(lambda opened: read_story(opened, learner))
+    moves = sorted(((each.at, one.id, each) for one in story.candidates for each in one.moves), key=lambda row: row[0])
+    if store.as_json:
+        store.show(story, lambda: ())
+        return
+    rows = [(when(at), who, each.stage, f"{each.share:.0%}", each.reason) for at, who, each in moves]
+    print_table(("time", "candidate", "stage", "share", "reason"), rows, whole=("candidate", "stage"))
+    if story.candidates:
+        rules, number = story.candidates[-1].rules, story.state.candidates
+        echo(f"error of the run {rules.error:g}; {count_of(number, 'candidate')} have spent their part of it")
+
+
+@learn.command()
+@click.argument("version")
+@_learner_option
+@reads_store
+def why(store: Reading, version: str, learner: str | None) -> None:
+    """Explain what happened to VERSION: a candidate's id, or a version that it proposed."""
+    story = store.read(lambda opened: read_story(opened, learner))
+    found = next((each for each in story.candidates if version in (each.id, *each.versions.values())), None)
+    if found is None:
+        raise NotFoundError("candidate", version, "agl learn log lists the candidates")
+    decisions = [each for each in story.decisions if each.candidate == found.id]
+    store.show({"candidate": found, "decisions": decisions}, lambda: _why_lines(found, decisions))
+
+
+def _why_lines(candidate: LearningCandidate, decisions: Sequence[Decision]) -> Iterator[str]:
+    yield f"{candidate.id}: {_named(candidate.versions)} instead of {_named(candidate.baseline)}, by {candidate.origin}"
+    yield f"  proposed {when(candidate.created_at)}, after {count_of(candidate.conversations, 'rated conversation')}"
+    for each in candidate.moves:
+        share = f" at {each.share:.0%}" if 0 < each.share < 1 else ""
+        yield f"  {when(each.at)} {each.stage}{share}: {each.reason}"
+    for each in decisions:
+        yield f"  {each.id}: {_decision_words(each)}"
+
+
+def _decision_words(each: Decision) -> str:
+    gain = f"gain {each.mean:+.3f}, from {each.lower:+.3f} to {each.upper:+.3f}"
+    odds = f"{odds_text(each.evidence)} for better, {odds_text(each.evidence_of_harm)} for worse"
+    return f"{each.verdict}: {odds}, {1 / each.error:,.0f} to 1 needed; {gain}; {count_of(each.count, 'observation')}"
+
+
+@learn.command()
+@click.argument("decision")
+@_learner_option
+@reads_store
+def replay(store: Reading, decision: str, learner: str | None) -> None:
+    """Compute DECISION again from its recorded observations, and compare it with what was decided."""
+    old, new = store.read(lambda opened: _again(opened, decision, learner))
+    if (old.evidence, old.evidence_of_harm, old.verdict) != (new.evidence, new.evidence_of_harm, new.verdict):
+        raise ConfigError(
+            f"{decision} cannot be confirmed: it was {_decision_words(old)}, and the observations in the store give "
+            f"{_decision_words(new)}; they were changed since"
+        )
+    store.show(new, lambda: [f"{decision}: {_decision_words(new)}", "the same as decided, to the last digit"])
+
+
+async def _again(store: Store, identity: str, name: str | None) -> tuple[Decision, Decision]:
+    records = await _records(store, name)
+    decisions = await records.decisions.read(store)
+    if identity not in decisions:
+        hint = did_you_mean(identity, decisions, otherwise="agl learn why CANDIDATE lists them")
+        raise NotFoundError("decision", identity, hint)
+    old = decisions[identity]
+    candidate = (await records.candidates.read(store))[old.candidate]
+    pairs: list[ReplayPair] = list((await records.pairs(old.candidate).read(store)).values())
+    units: list[ServedUnit] = list((await records.units(old.candidate).read(store)).values())
+    gate = computed_again(old, candidate, pairs, units)
+    again = {"evidence": gate.evidence, "evidence_of_harm": gate.evidence_of_harm, "verdict": gate.verdict}
+    return old, replace(old, **again, mean=gate.mean, lower=gate.lower, upper=gate.upper)
+
+
+@learn.command()
+@click.argument("candidate")
+@_learner_option
+@reads_store
+def approve(store: Reading, candidate: str, learner: str | None) -> None:
+    """Let CANDIDATE begin its canary."""
+    _wish(store, learner, lambda control: replace(control, approved=[*control.approved, candidate]), candidate)
+    echo(f"{candidate} may begin its canary")
+
+
+@learn.command()
+@click.argument("candidate")
+@click.option("--reason", default="no reason given", help="Reason to record.")
+@_learner_option
+@reads_store
+def reject(store: Reading, candidate: str, reason: str, learner: str | None) -> None:
+    """Withdraw CANDIDATE, or roll it back if it was promoted and is still watched."""
+    _wish(store, learner, lambda control: replace(control, rejected={**control.rejected, candidate: reason}), candidate)
+    echo(f"{candidate} is rejected")
+
+
+@learn.command()
+@_learner_option
+@reads_store
+def pause(store: Reading, learner: str | None) -> None:
+    """Start no further candidate, and let no share grow; evidence of harm still counts."""
+    _wish(store, learner, lambda control: replace(control, is_paused=True))
+    echo("paused; agl learn resume goes on")
+
+
+@learn.command()
+@_learner_option
+@reads_store
+def resume(store: Reading, learner: str | None) -> None:
+    """Go on after a pause."""
+    _wish(store, learner, lambda control: replace(control, is_paused=False))
+    echo("goes on")
+
+
+def _wish(
+    store: Reading, learner: str | None, change: Callable[[LearnerControl], LearnerControl], candidate: str = ""
+) -> None:
+    async def work(opened: Store) -> None:
+        records = await _records(opened, learner)
+        if candidate:
+            known = await records.candidates.read(opened)
+            if candidate not in known:
+                raise NotFoundError(
+                    "candidate", candidate, did_you_mean(candidate, known, otherwise="see: agl learn log")
+                )
+            if known[candidate].stage in FINAL:
+                raise ConfigError(f"{candidate} has ended already: it is {known[candidate].stage}")
+        control = await records.control.get(opened) or LearnerControl()
+        await records.control.add(opened, {"": change(control)})
+
+    store.read(work)
+
+
+def _named(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name}@{version}" for name, version in versions.items())

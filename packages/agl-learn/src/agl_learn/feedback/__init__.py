@@ -1,0 +1,1 @@
+"""Turns what users do and say into rewards from 0 to 1."""

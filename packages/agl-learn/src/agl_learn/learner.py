@@ -1,0 +1,699 @@
+"""The way of a candidate, from its proposal to its end: a state machine whose whole state is in the store.
+
+    replay      old and new versions run on held-out conversations; ends with a proof that the new ones are better
+    approval    waits for a person, if `approve` says so
+    canary      a growing share of the units gets the candidate; ends at evidence of harm, or with the promotion
+    watch       the candidate serves all units but a hold-back, which keeps the versions before
+    suspicion   the rewards have fallen: half of the units get the versions before, until the cause is clear
+
+Only a replay can show that a candidate is better; canary and watch guard against harm that a replay cannot see. A tick
+counts the conversations that have settled, and moves the candidates. Units, state, decisions and the split that
+gateways serve are saved in one transaction, so a learner that is killed continues where it was, and no gateway ever
+serves half of a promotion. The labels follow the split; if a person moves a label, the split follows the person.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from msgspec.structs import replace
+
+from agl.acceptance import Gate, odds_text
+from agl.contracts import Store
+from agl.errors import AglError, StoreError
+from agl.hints import count_of
+from agl_inspect.learning import (
+    add_pair,
+    add_unit,
+    decision_of,
+    first_unit,
+    replay_gates,
+    served_gates,
+)
+from agl_inspect.records.labels import labels_of, move
+from agl_inspect.records.learning import (
+    GateRules,
+    LearnerControl,
+    LearnerState,
+    LearningCandidate,
+    LearningRecords,
+    Move,
+    ReplayPair,
+    ServedUnit,
+    Stage,
+    entry_name,
+)
+from agl_inspect.records.splits import SERVED, Pins, ServedSplit
+from agl_learn.contracts import Conversation, Proposal, Proposer, Replayer, Traffic
+from agl_learn.fall import FallDetector
+from agl_learn.users import limit_per_user
+from agl_run import LearnSettings
+
+CANDIDATE = "candidate"
+HOLDBACK = "holdback"
+
+FAILING = 0.3
+"""The gain in the replay from which a canary begins at its last share: the served versions are plainly failing."""
+
+UNEASY = 4.0
+"""Odds of harm above which a share does not grow."""
+
+_BATCH = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts around a learner.
+
+    Attributes:
+        traffic: Reads served conversations.
+        proposer: Runs the algorithms.
+        replayer: Runs versions on recorded conversations.
+        contradicting: Names the users whose feedback contradicts the others, with the reason.
+        clock: Returns Unix seconds.
+        say: Prints a line for a person.
+    """
+
+    traffic: Traffic
+    proposer: Proposer
+    replayer: Replayer
+    contradicting: Callable[[Sequence[Conversation]], Mapping[str, str]]
+    clock: Callable[[], float]
+    say: Callable[[str], None]
+
+
+class Learner:
+    """Moves candidates through their stages.
+
+    Args:
+        store: The store; writes must be fenced by the learner's lease.
+        name: The learner's name.
+        settings: The learner's settings.
+        settle_s: Seconds that feedback may take, and the window in which the conversations of a unit count.
+        parts: The parts around it.
+
+    Attributes:
+        state: The state as saved.
+        split: The split that gateways serve.
+    """
+
+    state: LearnerState
+    split: ServedSplit
+
+    def __init__(self, store: Store, *, name: str, settings: LearnSettings, settle_s: float, parts: Parts) -> None:
+        self._store, self._settings, self._settle_s, self._parts = store, settings, settle_s, parts
+        self.records = LearningRecords(name)
+        self._ways: dict[str, _Way] = {}
+        self._work: asyncio.Task[None] | None = None
+        self._proposals: list[Proposal] | None = None
+        self._fall = FallDetector()
+        self._tried: list[dict[str, str]] = []
+        self._unsaved: dict[str, bytes] = {}
+
+    async def start(self, *, versions: Mapping[str, str], file: str = "") -> None:
+        """Load the state, or begin with these served versions."""
+        self.state = await self.records.state.get(self._store) or LearnerState(file=file)
+        found = await SERVED.get(self._store)
+        label = self._settings.label
+        self.split = found or ServedSplit(shares={label: 1.0}, versions={label: dict(versions)})
+        candidates = await self.records.candidates.read(self._store)
+        self._tried = [each.versions for each in candidates.values()]
+        for identity in (self.state.current, self.state.watched):
+            if identity:
+                self._ways[identity] = await _Way.load(self._store, self.records, candidates[identity])
+        for each in reversed(await self._history()):
+            self._look_for_fall(each)
+        if found is None:
+            self._set_split({label: 1.0}, {label: dict(versions)}, salt="")
+            await self._save()
+
+    async def tick(self) -> None:
+        """Count what has settled, move the candidates, and start what is due."""
+        control = await self.records.control.get(self._store) or LearnerControl()
+        await self._follow_labels()
+        await self._obey(control)
+        await self._count_settled(control)
+        await self._advance(control)
+        await self._follow_labels()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a round of training or a replay runs in the background."""
+        return self._work is not None
+
+    async def finish_work(self) -> None:
+        """Wait until the round of training or the replay that runs in the background has ended."""
+        if self._work is not None:
+            await asyncio.gather(self._work, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Stop what runs in the background; it is continued after the next start."""
+        if self._work is not None:
+            self._work.cancel()
+            await self.finish_work()
+
+    # Conversations become units, and units evidence.
+
+    async def _count_settled(self, control: LearnerControl) -> None:
+        now = self._parts.clock()
+        while True:
+            page = await self._parts.traffic.settled(
+                after=self.state.after, after_value=self.state.after_value, now=now, limit=_BATCH
+            )
+            for conversation in page:
+                self._count(conversation)
+                self._close_units(conversation.started_at)
+                self._judge_served(control)
+            if len(page) < _BATCH:
+                self._close_units(now - self._settle_s)
+                self._judge_served(control)
+            await self._save()
+            if len(page) < _BATCH:
+                return
+
+    def _count(self, conversation: Conversation) -> None:
+        rated = self.state.rated + (conversation.reward is not None)
+        self._set(replace(self.state, after=conversation.rollout_id, after_value=conversation.started_at, rated=rated))
+        self._look_for_fall(conversation)
+        way = self._ways.get(conversation.salt)
+        if way is None or way.stage == "replay" or conversation.reward is None:
+            return
+        unit = self._unit(conversation)
+        if conversation.user in self.state.excluded or unit in way.counted:
+            return
+        found = self.state.open.get(unit) or self._opened(unit, conversation, way.candidate)
+        if found.is_new != _serves(conversation, way.candidate.versions):
+            return  # the unit changed its arm when the share grew, and only its first arm counts
+        guards = {name: found.guards.get(name, 0.0) + value for name, value in way.guards(conversation).items()}
+        added = replace(
+            found,
+            reward=found.reward + conversation.reward,
+            guards=guards,
+            rollouts=[*found.rollouts, conversation.rollout_id],
+        )
+        self._set(replace(self.state, open={**self.state.open, unit: added}))
+
+    def _look_for_fall(self, conversation: Conversation) -> None:
+        """Notice that the rewards of the served versions have fallen."""
+        served = self.split.versions[self._settings.label]
+        if conversation.reward is None or not _serves(conversation, served):
+            return
+        self._fall.add(conversation.reward, at=conversation.started_at)
+        if not self._fall.has_fallen:
+            return
+        self._set(replace(self.state, changed_at=self._fall.since))
+        self._fall = FallDetector()
+        self._parts.say("the rewards of the served versions have fallen")
+        way = self._ways.get(self.state.watched)
+        if way is not None and way.stage == "watch":
+            reason = "the rewards have fallen; half of the units get the versions before"
+            self._enter(way, "suspicion", share=0.5, reason=reason)
+
+    def _unit(self, conversation: Conversation) -> str:
+        return conversation.unit(self._settings.unit)
+
+    def _opened(self, unit: str, conversation: Conversation, candidate: LearningCandidate) -> ServedUnit:
+        is_new = _serves(conversation, candidate.versions)
+        return ServedUnit(
+            unit=unit,
+            candidate=candidate.id,
+            kind=conversation.kind,
+            is_new=is_new,
+            share=conversation.share if is_new else 1 - conversation.share,
+            reward=0.0,
+            at=conversation.started_at,
+        )
+
+    def _close_units(self, until: float) -> None:
+        """Count the units whose window has ended: a unit enters once, with the means of its window."""
+        over = [unit for unit, found in self.state.open.items() if found.at + self._settle_s <= until]
+        for unit in over:
+            found = self.state.open[unit]
+            n = len(found.rollouts)
+            means = replace(
+                found, reward=found.reward / n, guards={name: total / n for name, total in found.guards.items()}
+            )
+            way = self._ways.get(found.candidate)
+            if way is not None:
+                number = way.add_unit(means)
+                self._unsaved |= self.records.units(found.candidate).states({entry_name(number): means})
+        if over:
+            self._set(replace(self.state, open={u: f for u, f in self.state.open.items() if u not in over}))
+
+    # Candidates that are served
+
+    def _judge_served(self, control: LearnerControl) -> None:
+        for way in list(self._ways.values()):
+            if way.stage == "canary":
+                self._judge_canary(way, control)
+            elif way.stage in ("watch", "suspicion"):
+                self._judge_watch(way)
+
+    def _judge_canary(self, way: "_Way", control: LearnerControl) -> None:
+        harmful = next((name for name, gate in way.gates.items() if gate.verdict == "worse"), "")
+        if harmful:
+            self._end(way, "withdrawn", f"{_title(harmful)}: {way.gates[harmful].words}", gate=harmful)
+            return
+        shares, gate = self._settings.gate.canary.share, way.gates["canary"]
+        is_due = way.served_at_share() >= self._settings.gate.canary.units
+        if control.is_paused or not is_due or gate.evidence_of_harm > UNEASY:
+            return
+        higher = [share for share in shares if share > way.candidate.share]
+        if higher:
+            self._enter(way, "canary", share=higher[0], reason=f"no harm so far: {_harm_words(gate)}")
+        else:
+            self._promote(way)
+
+    def _promote(self, way: "_Way") -> None:
+        holdback, gate = self._settings.gate.holdback, way.gates["canary"]
+        self._decide(way, "canary")
+        self._set(replace(self.state, current="", watched=way.candidate.id))
+        reason = f"promoted, no harm in the canary: {_harm_words(gate)}"
+        if holdback:
+            self._enter(way, "watch", share=1 - holdback, reason=reason)
+        else:
+            self._record(way, "watch", share=1.0, reason=reason)
+            self._serve_alone(way.candidate.versions)
+            self._accept(way)
+
+    def _judge_watch(self, way: "_Way") -> None:
+        gate = way.gates[way.stage]
+        if gate.verdict == "worse":
+            self._end(way, "rolled back", f"worse than the versions before: {gate.words}", gate=way.stage)
+        elif way.stage == "suspicion" and gate.verdict != "open":
+            self._decide(way, "suspicion")
+            reason = f"the new versions are not the cause of the fall: {gate.words}"
+            self._enter(way, "watch", share=1 - self._settings.gate.holdback, reason=reason)
+
+    def _accept(self, way: "_Way") -> None:
+        if way.stage in way.gates:
+            self._decide(way, way.stage)
+        self._record(way, "accepted", share=1.0, reason="no harm while it was watched, and the next candidate follows")
+        self._set(replace(self.state, watched=""))
+        del self._ways[way.candidate.id]
+
+    def _end(self, way: "_Way", stage: Stage, reason: str, *, gate: str = "") -> None:
+        """End a candidate: from now on all units get the versions before."""
+        if gate:
+            self._decide(way, gate)
+        was_served = way.stage in ("canary", "watch", "suspicion")
+        self._record(way, stage, share=0.0, reason=reason)
+        del self._ways[way.candidate.id]
+        if way.candidate.id == self.state.current:
+            self._set(replace(self.state, current=""))
+        else:
+            self._set(replace(self.state, watched=""))
+            if current := self._ways.get(self.state.current):
+                self._end(current, "withdrawn", f"it was compared with {way.candidate.id}, which is gone")
+        if was_served:
+            self._serve_alone(way.candidate.baseline)
+
+    def _serve_alone(self, versions: Mapping[str, str]) -> None:
+        label = self._settings.label
+        pins: Pins = {label: {**self.split.versions[label], **versions}}
+        self._set_split({label: 1.0}, pins, salt="")
+
+    # Candidates that are not served yet
+
+    async def _advance(self, control: LearnerControl) -> None:
+        if self._work is not None and self._work.done():
+            self._work, ended = None, self._work
+            await ended
+        if self._proposals is not None:
+            await self._take_proposal()
+        way = self._ways.get(self.state.current)
+        if way is None:
+            await self._take_label()
+            await self._propose(control)
+        elif way.stage == "replay":
+            await self._continue_replay(way)
+        elif way.stage == "approval" and way.candidate.id in control.approved:
+            await self._begin_canary(way, "a person approved it")
+
+    async def _obey(self, control: LearnerControl) -> None:
+        """End the candidates that a person rejected."""
+        for way in list(self._ways.values()):
+            reason = control.rejected.get(way.candidate.id)
+            if reason is not None:
+                self._end(way, self._last_stage(way), f"rejected by a person: {reason}")
+        await self._save()
+
+    def _last_stage(self, way: "_Way") -> Stage:
+        return "rolled back" if way.candidate.id == self.state.watched else "withdrawn"
+
+    async def _take_label(self) -> None:
+        """Take the versions with the label `candidate`, which a person has set, as a proposal, once."""
+        live, wanted = self.split.versions[self._settings.label], dict[str, str]()
+        for name in self._settings.tunes:
+            version = (await labels_of(self._store, name)).get(CANDIDATE)
+            if version is not None and version != live.get(name):
+                wanted[name] = version
+        if wanted and wanted not in self._tried and self._work is None:
+            self._proposals = [Proposal(versions=wanted, origin="a person")]
+            await self._take_proposal()
+
+    async def _propose(self, control: LearnerControl) -> None:
+        """Start a round of training once enough conversations were rated since the last one."""
+        is_due = self.state.rated - self.state.learned >= self._settings.every
+        if self._work is not None or not (self.state.is_learning or (is_due and not control.is_paused)):
+            return
+        if not self.state.is_learning:
+            excluded = dict(self._parts.contradicting(await self._recent()))
+            for user in sorted(excluded.keys() - self.state.excluded.keys()):
+                self._parts.say(f"the feedback of {user!r} does not count any more: {excluded[user]}")
+            self._set(
+                replace(
+                    self.state,
+                    rounds=self.state.rounds + 1,
+                    learned=self.state.rated,
+                    is_learning=True,
+                    excluded=excluded,
+                )
+            )
+            await self._save()
+            self._parts.say(f"round {self.state.rounds}: learning from {self.state.rated:,} rated conversations")
+        self._background(self._learn())
+
+    async def _learn(self) -> None:
+        train = [each for each in await self._history() if not self._is_held_out(each)]
+        live, number = self.split.versions[self._settings.label], self.state.rounds
+        try:
+            self._proposals = list(await self._parts.proposer.propose(train, live=live, number=number))
+        except StoreError:
+            raise
+        except AglError as error:
+            self._parts.say(f"round {number} ended without a proposal: {error}")
+            self._proposals = []
+
+    async def _take_proposal(self) -> None:
+        """Make the first proposal that may be tried a candidate, and end the round."""
+        proposals, self._proposals = self._proposals or [], None
+        live = self.split.versions[self._settings.label]
+        self._set(replace(self.state, is_learning=False))
+        held_out = [each for each in await self._history() if self._is_held_out(each)] if proposals else []
+        for proposal in proposals:
+            self._tried.append(proposal.versions)
+            reason = await self._parts.proposer.refusal(proposal, live=live, held_out=held_out)
+            if not reason:
+                self._begin(proposal, live)
+                break
+            self._parts.say(f"a proposal of {proposal.origin} was refused: {reason}")
+        await self._save()
+
+    def _begin(self, proposal: Proposal, live: Mapping[str, str]) -> None:
+        gate, number = self._settings.gate, self.state.candidates + 1
+        rules = GateRules(error=gate.error, gain=gate.replay.gain, tasks=gate.replay.tasks, guard=gate.canary.guard)
+        candidate = LearningCandidate(
+            id=f"c{number}",
+            number=number,
+            versions=proposal.versions,
+            baseline={name: live[name] for name in proposal.versions},
+            origin=proposal.origin,
+            conversations=self.state.rated,
+            created_at=self._parts.clock(),
+            moves=[],
+            rules=rules,
+        )
+        way = _Way(candidate)
+        self._ways[candidate.id] = way
+        self._set(replace(self.state, candidates=number, current=candidate.id))
+        self._record(way, "replay", share=0.0, reason=f"proposed by {proposal.origin}")
+
+    async def _continue_replay(self, way: "_Way") -> None:
+        if not self._settings.gate.replay.tasks:
+            await self._leave_replay(way, reason="the replay is switched off")
+        elif way.replay["replay"].verdict != "open" or way.obstacle:
+            await self._leave_replay(way)
+        elif self._work is None and way.rated_at_end != self.state.rated:
+            self._background(self._replay(way))
+
+    async def _replay(self, way: "_Way") -> None:
+        """Add pairs until the verdict, or until no held-out conversation is left."""
+        try:
+            await self._add_pairs(way)
+        except StoreError:
+            raise
+        except AglError as error:
+            way.obstacle = f"the replay failed: {error}"
+            return
+        gate, most = way.replay["replay"], self._settings.gate.replay.tasks
+        way.rated_at_end = self.state.rated
+        if gate.count and (gate.mean <= gate.gain or (gate.needed or 0) > most):
+            way.obstacle = gate.words
+
+    async def _add_pairs(self, way: "_Way") -> None:
+        done = {pair.unit for pair in way.pairs}
+        newest: dict[str, Conversation] = {}
+        for each in sorted(await self._history(), key=lambda each: each.started_at, reverse=True):
+            unit = self._unit(each)
+            if self._is_held_out(each) and unit not in done:
+                newest.setdefault(unit, each)
+        await self._run_pairs(way, list(newest.values()), done=done)
+        if way.replay["replay"].verdict == "better":  # which leaves out the regression tasks behind the conversations
+            await self._run_pairs(way, (), done={pair.unit for pair in way.pairs})
+
+    async def _run_pairs(self, way: "_Way", held_out: Sequence[Conversation], *, done: Collection[str]) -> None:
+        is_open = way.replay["replay"].verdict == "open"
+        async with aclosing(self._parts.replayer.pairs(way.candidate, held_out, done=done)) as pairs:
+            async for pair in pairs:
+                number = way.add_pair(pair)
+                await self._store.save_state(self.records.pairs(way.candidate.id).states({entry_name(number): pair}))
+                if is_open and way.replay["replay"].verdict != "open":
+                    return
+
+    async def _leave_replay(self, way: "_Way", *, reason: str = "") -> None:
+        gate = way.replay["replay"]
+        for name, found in way.replay.items():
+            if found.count:
+                self._decide(way, name)
+        if not reason and (obstacle := _harm_in(way.replay) or way.obstacle or _doubt(gate)):
+            self._end(way, "refused", obstacle)
+        elif self._settings.gate.approve == "person":
+            self._enter(way, "approval", share=0.0, reason=f"waits for: agl learn approve {way.candidate.id}")
+        else:
+            await self._begin_canary(way, reason or f"in the replay {gate.words}")
+        await self._save()
+
+    async def _begin_canary(self, way: "_Way", reason: str) -> None:
+        gate, shares = way.replay["replay"], self._settings.gate.canary.share
+        if self.state.watched:
+            self._accept(self._ways[self.state.watched])
+        live = self.split.versions[self._settings.label]
+        changed = {name: live[name] for name in way.candidate.versions}
+        way.candidate = replace(way.candidate, baseline=changed, limits=await self._limits())
+        self._enter(way, "canary", share=shares[-1 if gate.mean >= FAILING else 0], reason=reason)
+
+    async def _limits(self) -> dict[str, float]:
+        """Return the number that nine of ten recent answers keep, for each guard."""
+        recent = await self._history()
+        found: dict[str, float] = {}
+        for name in self._settings.gate.canary.guard:
+            values = sorted(each.numbers[name] for each in recent if name in each.numbers)
+            if values:
+                found[name] = values[min(len(values) - 1, int(0.9 * len(values)))]
+        return found
+
+    async def _history(self) -> list[Conversation]:
+        """Return rated conversations, newest first, with at most `per_user` of each user: half of them the newest."""
+        memory, excluded = self._settings.memory, self.state.excluded
+        recent = [each for each in await self._recent() if each.started_at >= self.state.changed_at]
+        kept = limit_per_user([each for each in recent if each.user not in excluded], self._settings.per_user)
+        newest, older = kept[: memory // 2], kept[memory // 2 :]
+        step = max(1, -(-len(older) // (memory - memory // 2)))
+        return [*newest, *older[::step]]
+
+    async def _recent(self) -> Sequence[Conversation]:
+        return await self._parts.traffic.recent(now=self._parts.clock(), limit=4 * self._settings.memory)
+
+    def _is_held_out(self, conversation: Conversation) -> bool:
+        """Return whether a conversation is replayed; the others are trained on. A user's are on one side."""
+        return bool(blake2b(self._unit(conversation).encode(), digest_size=1).digest()[0] % 2)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        self._work = asyncio.create_task(work)
+
+    # The served split, the labels and the record
+
+    def _enter(self, way: "_Way", stage: Stage, *, share: float, reason: str) -> None:
+        """Move a candidate to a stage, or to another share of it."""
+        label = self._settings.label
+        self._record(way, stage, share=share, reason=reason)
+        if stage == "approval":
+            return
+        before = {**self.split.versions[label], **way.candidate.baseline}
+        after = {**before, **way.candidate.versions}
+        if stage == "canary":
+            self._set_split(
+                {label: 1 - share, CANDIDATE: share}, {label: before, CANDIDATE: after}, salt=way.candidate.id
+            )
+        elif share < 1:
+            self._set_split(
+                {HOLDBACK: 1 - share, label: share}, {HOLDBACK: before, label: after}, salt=way.candidate.id
+            )
+
+    def _record(self, way: "_Way", stage: Stage, *, share: float, reason: str) -> None:
+        entry = Move(stage=stage, at=self._parts.clock(), share=share, reason=reason, first=len(way.units))
+        way.enter(entry)
+        self._unsaved |= self.records.candidates.states({way.candidate.id: way.candidate})
+        self._parts.say(f"{way.candidate.id}: {stage}{f' at {share:.0%}' if 0 < share < 1 else ''}: {reason}")
+
+    def _decide(self, way: "_Way", name: str) -> None:
+        is_replay = way.stage == "replay"
+        decision = decision_of(
+            way.candidate,
+            name,
+            (way.replay if is_replay else way.gates)[name],
+            first=0 if is_replay else first_unit(way.candidate),
+            end=len(way.pairs if is_replay else way.units),
+            at=self._parts.clock(),
+        )
+        self._unsaved |= self.records.decisions.states({decision.id: decision})
+
+    def _set_split(self, shares: dict[str, float], versions: Pins, *, salt: str) -> None:
+        by_user, label = self._settings.unit == "user", self._settings.label
+        if versions[label] != self.split.versions[label]:
+            self._fall = FallDetector()
+        self.split = ServedSplit(shares=shares, versions=versions, salt=salt, by_user=by_user)
+        self._unsaved |= SERVED.states({"": self.split})
+        self._set(replace(self.state, switched_at=self._parts.clock()))
+
+    def _set(self, state: LearnerState) -> None:
+        self.state = state
+        self._unsaved |= self.records.state.states({"": state})
+
+    async def _save(self) -> None:
+        if self._unsaved:
+            await self._store.save_state(self._unsaved)
+            self._unsaved = {}
+
+    async def _follow_labels(self) -> None:
+        """Move the label of each tuned resource to the served version, or follow a person who has moved it."""
+        label = self._settings.label
+        for name in self._settings.tunes:
+            served = self.split.versions[label].get(name)
+            if served is None:
+                continue
+            moves = await self._store.label_moves(name, label)
+            if moves and moves[-1].version == served:
+                continue
+            if moves and moves[-1].moved_at > self.state.switched_at and not moves[-1].reason.startswith("agl learn"):
+                self._follow_person(name, moves[-1].version)
+            else:
+                await move(self._store, name, label, served, reason="agl learn serves it")
+        await self._save()
+
+    def _follow_person(self, name: str, version: str) -> None:
+        """Serve the version to which a person moved the label; candidates were compared with another, so they end."""
+        for way in list(self._ways.values()):
+            if way.candidate.id in self._ways:
+                self._end(way, self._last_stage(way), f"a person moved the label of {name} to {version}")
+        self._parts.say(f"{name}: a person moved the label to {version}, which is served now")
+        self._serve_alone({name: version})
+
+
+class _Way:
+    """A candidate on its way, with its observations and the gates that they fed.
+
+    Attributes:
+        candidate: The candidate as recorded.
+        pairs: The pairs of its replay.
+        units: The units of its canary and watch.
+        counted: The names of these units.
+        replay: The gates of its replay.
+        gates: The gates of its present stage, if that serves it.
+        obstacle: Why its replay ended without a verdict; ``""`` while it may go on.
+        rated_at_end: The number of rated conversations when its replay had no further one to run; -1 before.
+    """
+
+    def __init__(
+        self, candidate: LearningCandidate, *, pairs: Sequence[ReplayPair] = (), units: Sequence[ServedUnit] = ()
+    ) -> None:
+        self.candidate = candidate
+        self.pairs, self.units = list(pairs), list(units)
+        self.counted = {unit.unit for unit in units}
+        self.replay = replay_gates(candidate.rules, number=candidate.number, pairs=pairs)
+        self.gates: dict[str, Gate] = {}
+        self.obstacle, self.rated_at_end = "", -1
+        if candidate.moves and candidate.stage in _SERVED:
+            self.gates = served_gates(candidate.rules, candidate.stage, self.units[first_unit(candidate) :])
+
+    @classmethod
+    async def load(cls, store: Store, records: LearningRecords, candidate: LearningCandidate) -> "_Way":
+        """Read a candidate's observations."""
+        pairs = await records.pairs(candidate.id).read(store)
+        units = await records.units(candidate.id).read(store)
+        return cls(candidate, pairs=list(pairs.values()), units=list(units.values()))
+
+    @property
+    def stage(self) -> Stage:
+        """The present stage."""
+        return self.candidate.stage
+
+    def enter(self, entry: Move) -> None:
+        """Add a move; a new stage begins with new gates."""
+        is_new_stage = not self.candidate.moves or entry.stage != self.stage
+        self.candidate = replace(self.candidate, moves=[*self.candidate.moves, entry])
+        if is_new_stage and entry.stage in _SERVED:
+            self.gates = served_gates(self.candidate.rules, entry.stage, ())
+
+    def add_pair(self, pair: ReplayPair) -> int:
+        """Add a pair; returns its number."""
+        self.pairs.append(pair)
+        add_pair(self.replay, pair, self.candidate.rules)
+        return len(self.pairs) - 1
+
+    def add_unit(self, unit: ServedUnit) -> int:
+        """Add a unit; returns its number."""
+        self.units.append(unit)
+        self.counted.add(unit.unit)
+        add_unit(self.gates, unit)
+        return len(self.units) - 1
+
+    def served_at_share(self) -> int:
+        """Return how many units got the candidate since its share last changed."""
+        return sum(unit.is_new for unit in self.units[self.candidate.moves[-1].first :])
+
+    def guards(self, conversation: Conversation) -> dict[str, float]:
+        """Return for each guard 1 if the conversation keeps its limit, else 0."""
+        limits = self.candidate.limits
+        return {
+            name: float(conversation.numbers[name] <= limit)
+            for name, limit in limits.items()
+            if name in conversation.numbers
+        }
+
+
+_SERVED = ("canary", "watch", "suspicion")
+
+
+def _serves(conversation: Conversation, versions: Mapping[str, str]) -> bool:
+    return all(conversation.versions.get(name) == version for name, version in versions.items())
+
+
+def _harm_in(gates: Mapping[str, Gate]) -> str:
+    """Return what speaks against a candidate besides its replay: its control, a kind of task, the regression tasks."""
+    if "control" in gates and gates["control"].verdict in ("better", "worse"):
+        return f"two runs of the versions before differ, so rewards cannot be compared: {gates['control'].words}"
+    worse = (name for name, gate in gates.items() if name not in ("replay", "control") and gate.verdict == "worse")
+    return next((f"{_title(name)}: {gates[name].words}" for name in worse), "")
+
+
+def _harm_words(gate: Gate) -> str:
+    return f"{odds_text(gate.evidence_of_harm)} for harm after {count_of(gate.count, 'unit')}"
+
+
+def _doubt(gate: Gate) -> str:
+    return "" if gate.verdict == "better" else gate.words
+
+
+def _title(gate: str) -> str:
+    """Return the name of a gate in words."""
+    kind, _, name = gate.partition("-")
+    if kind == "guard":
+        return f"{name} got worse in the canary"
+    if kind == "kind":
+        return f"worse on tasks of the kind {name}"
+    return {"canary": "worse in the canary", "regression": "worse on the regression tasks"}.get(gate, gate)

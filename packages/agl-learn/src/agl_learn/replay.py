@@ -1,0 +1,133 @@
+"""Replay: runs the old and the new versions side by side on held-out conversations, with the same seeds.
+
+The rollouts are recorded as the experiment ``NAME-replay-CANDIDATE``. Their ids depend only on the candidate and on the
+conversation. So a replay that was killed finds the rollouts that have ended in the store, and runs the rest.
+"""
+
+import hashlib
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from agl.contracts import ExperimentRecord
+from agl.schemas import Episode, Json, Rollout, to_json
+from agl_inspect.learning import REGRESSION
+from agl_inspect.records.learning import LearningCandidate, ReplayPair
+from agl_inspect.records.splits import SERVED
+from agl_inspect.records.state import load_experiment
+from agl_learn.contracts import Conversation
+from agl_learn.settings import LearnerFile
+from agl_run import Quiet
+from agl_run.engine import Driver, load_dataset, trial
+
+FIRST = 8
+"""The number of pairs that run at once at first; each further batch has twice as many."""
+
+MOST = 64
+"""The most pairs that run at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """A task of a replay.
+
+    Attributes:
+        key: The name of the task in the ids of its rollouts.
+        unit: The user, or the conversation if the user is unknown.
+        kind: The kind of the task.
+    """
+
+    key: str
+    unit: str
+    kind: str
+    task: Json
+
+
+class TrialReplayer:
+    """Runs pairs of rollouts; see :class:`~agl_learn.contracts.Replayer`."""
+
+    def __init__(self, file: LearnerFile) -> None:
+        self._file = file
+
+    async def pairs(
+        self, candidate: LearningCandidate, held_out: Sequence[Conversation], *, done: Collection[str]
+    ) -> AsyncGenerator[ReplayPair]:
+        """Yield the pairs batch by batch; a batch runs only if all pairs of the one before it were taken."""
+        tasks = [each for each in self._tasks(held_out) if each.unit not in done]
+        if not tasks:
+            return
+        name = f"{self._file.name}-replay-{candidate.id}"
+        given = [each.task for each in tasks]
+        plan = self._file.plan(self._file.experiment(name), train=given, val=given)
+        old = {**await self._served(), **candidate.baseline}
+        await self._record(name, old)
+        new = {**old, **candidate.versions}
+        arms = [old, new, old] if self._file.settings.gate.replay.control else [old, new]
+        async with trial(plan, record_as=name, progress=Quiet(), live=old) as driver:
+            collector = driver.collector(REGRESSION, None)
+            for batch in batches(tasks):
+                rollouts = [_rollouts(driver, each.key, each.task, arms, turn=n) for n, each in enumerate(batch)]
+                episodes = await collector.run([rollout for pair in rollouts for rollout in pair])
+                found = {episode.rollout.rollout_id: episode for episode in episodes}
+                for task, pair in zip(batch, rollouts, strict=True):
+                    ids = sorted(rollout.rollout_id for rollout in pair)  # which sort by arm
+                    yield pair_of([found[each] for each in ids], unit=task.unit, kind=task.kind)
+
+    def _tasks(self, held_out: Sequence[Conversation]) -> Iterator[_Task]:
+        for each in held_out:
+            key = _digest([each.rollout_id, each.task])
+            yield _Task(key=key, unit=each.unit(self._file.settings.unit), kind=each.kind, task=each.task)
+        regression = self._file.settings.gate.replay.regression
+        for task in load_dataset(self._file.folder / regression) if regression else ():
+            key = _digest(task)
+            yield _Task(key=key, unit=f"{REGRESSION}-{key}", kind=REGRESSION, task=task)
+
+    async def _served(self) -> dict[str, str]:
+        """Return the served versions, of which a candidate may change only some."""
+        split = await SERVED.get(self._file.store)
+        return {} if split is None else split.versions.get(self._file.settings.label, {})
+
+    async def _record(self, name: str, live: dict[str, str]) -> None:
+        """Save a record of the experiment, without which a trial would cancel what a killed one has queued."""
+        if await load_experiment(self._file.store, name) is None:
+            record = ExperimentRecord(name=name, status="finished", live=live)
+            await self._file.store.save_state({}, experiment=record)
+
+
+def batches(tasks: Sequence[_Task]) -> Iterator[Sequence[_Task]]:
+    """Split tasks into batches, each twice as long as the one before it."""
+    begin, size = 0, FIRST
+    while begin < len(tasks):
+        yield tasks[begin : begin + size]
+        begin, size = begin + size, min(2 * size, MOST)
+
+
+def pair_of(episodes: Sequence[Episode], *, unit: str, kind: str) -> ReplayPair:
+    """Return the rewards of the old, the new and perhaps the control rollout of a task.
+
+    A failed rollout counts as 0. If a rollout succeeded without a reward, such as after an outage of a judge, the pair
+    shows no difference.
+    """
+    rewards = [each.reward if each.rollout.status == "succeeded" else 0.0 for each in episodes]
+    known = [each for each in rewards if each is not None]
+    if len(known) < len(rewards):
+        known = [fmean(known) if known else 0.0] * len(rewards)
+    return ReplayPair(
+        unit=unit,
+        kind=kind,
+        old=known[0],
+        new=known[1],
+        control=known[2] if len(known) > 2 else None,
+        rollouts=[each.rollout.rollout_id for each in episodes],
+    )
+
+
+def _rollouts(driver: Driver, key: str, task: Json, arms: Sequence[dict[str, str]], *, turn: int) -> list[Rollout]:
+    """Return the rollouts of a pair; the arms take turns in coming first, as a server may become slower."""
+    rollouts = driver.collector(key, None).side_by_side([task], arms, n=1)
+    first = turn % len(arms)
+    return rollouts[first:] + rollouts[:first]
+
+
+def _digest(value: Json) -> str:
+    return hashlib.blake2b(to_json(value), digest_size=8).hexdigest()

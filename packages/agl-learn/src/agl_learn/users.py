@@ -1,0 +1,178 @@
+"""Names users whose ratings contradict those of the others, and limits how much one user counts.
+
+The expected rating m of a conversation is the mean of what other users gave to the same kind of task and the same
+versions at about the same time. A user who rates like the others says 1 with probability m; one who contradicts them
+says 1 with probability 1 - m. Expectation-maximisation (Dempster, Laird and Rubin 1977) finds both the users who
+contradict and m, to which their ratings then count the other way round: first for all ratings, then for those about
+each kind of task, because users may agree to spoil one kind only.
+
+Users are named only if the ratings of everyone are much likelier with contradicting users than without, and then only
+as many as leave a small expected share of honest users among them. So the number of users and of kinds is accounted
+for.
+
+Users can be told apart only where most users agree. At a rate near 1/2 both kinds of users say the same. With 20
+conversations for each user, a share of 0.7 that say 1 is the least that suffices. Where most of the ratings of a kind
+contradict the truth, the honest users are the ones that contradict.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from agl.hints import count_of
+from agl_learn.contracts import Conversation
+
+_NEAR = 50
+"""How many earlier and how many later ratings are compared with a rating."""
+
+_CLIP = 0.1
+"""The least probability of a rating: a single one is never overwhelming."""
+
+_PRIOR = 0.05
+"""The share of contradicting users that is assumed at first."""
+
+_FALSE = 0.05
+"""The largest expected share of honest users among the named ones."""
+
+_EVIDENCE = math.log(400)
+"""The log of the odds at which contradicting users explain the ratings of everyone better, for a single test."""
+
+_ROUNDS = 20
+_UNCHANGED = 0.02
+
+
+class _Fit(NamedTuple):
+    """For each user, the logarithms of the probability of the ratings from a user who agrees, and who contradicts."""
+
+    agrees: Mapping[str, float]
+    contradicts: Mapping[str, float]
+
+    def doubt(self, share: float) -> dict[str, float]:
+        """Return the probability that each user contradicts, if a share of all users does."""
+        return {user: 1 / (1 + math.exp(min(700.0, -self.odds(user) - _logit(share)))) for user in self.agrees}
+
+    def odds(self, user: str) -> float:
+        """Return the log of the odds that a user contradicts."""
+        return self.contradicts[user] - self.agrees[user]
+
+    def total(self, share: float) -> float:
+        """Return the log of the probability of all ratings, if a share of all users contradicts."""
+        return sum(
+            _log_sum(self.agrees[u] + math.log(1 - share), self.contradicts[u] + math.log(share)) for u in self.agrees
+        )
+
+
+def contradicting(conversations: Iterable[Conversation]) -> dict[str, str]:
+    """Return the users whose ratings contradict those of the others, each with the reason in words.
+
+    Only ratings by the users themselves are compared, and only with those of other users.
+    """
+    rated = [each for each in conversations if each.user and each.is_explicit and each.reward is not None]
+    rated.sort(key=lambda each: (each.started_at, each.rollout_id))
+    kinds = sorted({each.kind for each in rated})
+    tests = 1 + len(kinds)
+    named = _contradicting(rated, tests=tests, about="")
+    for kind in kinds if len(kinds) > 1 else ():
+        own = [each for each in rated if each.kind == kind and each.user not in named]
+        named |= _contradicting(own, tests=tests, about=f" about {kind!r}")
+    return named
+
+
+def limit_per_user(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
+    """Return the newest ``limit`` conversations of each user, in the given order; those without a user all stay."""
+    newest: defaultdict[str, list[str]] = defaultdict(list)
+    for each in sorted(conversations, key=lambda each: (each.started_at, each.rollout_id), reverse=True):
+        newest[each.user].append(each.rollout_id)
+    chosen = {rollout_id for user, own in newest.items() for rollout_id in (own[:limit] if user else own)}
+    return [each for each in conversations if each.rollout_id in chosen]
+
+
+def _contradicting(rated: Sequence[Conversation], *, tests: int, about: str) -> dict[str, str]:
+    """Return the contradicting users among those of the ratings, which are sorted by time."""
+    if not rated:
+        return {}
+    groups: defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[Conversation]] = defaultdict(list)
+    for each in rated:
+        groups[each.kind, tuple(sorted(each.versions.items()))].append(each)
+    doubt: dict[str, float] = {}
+    plain = fit = _fit(groups.values(), doubt)
+    share = _PRIOR
+    for _ in range(_ROUNDS):
+        before, doubt = doubt, fit.doubt(share)
+        share = min(0.5, (sum(doubt.values()) + _PRIOR) / (len(doubt) + 1))
+        fit = _fit(groups.values(), doubt)
+        if all(abs(doubt[user] - before.get(user, 0.0)) < _UNCHANGED for user in doubt):
+            break
+    if fit.total(share) - sum(plain.agrees.values()) < _EVIDENCE + math.log(tests):
+        return {}
+    named = _doubtful(fit.doubt(share))
+    return {user: _reason(rated, user, about=about, odds=fit.odds(user)) for user in named}
+
+
+def _fit(groups: Iterable[Sequence[Conversation]], doubt: Mapping[str, float]) -> _Fit:
+    """Compare the ratings of each group, sorted by time, with those of other users, given the doubt in each user."""
+    agrees: defaultdict[str, float] = defaultdict(float)
+    contradicts: defaultdict[str, float] = defaultdict(float)
+    for group in groups:
+        for each, expected in zip(group, _expected(group, doubt), strict=True):
+            reward = each.reward or 0.0
+            agrees[each.user] += reward * math.log(expected) + (1 - reward) * math.log(1 - expected)
+            contradicts[each.user] += reward * math.log(1 - expected) + (1 - reward) * math.log(expected)
+    return _Fit(agrees, contradicts)
+
+
+def _expected(group: Sequence[Conversation], doubt: Mapping[str, float]) -> Iterable[float]:
+    """Yield the expected rating for each conversation of a group."""
+    believed = [(each.user, _turned(each.reward or 0.0, doubt.get(each.user, 0.0))) for each in group]
+    sums: defaultdict[str, float] = defaultdict(float)
+    counts: defaultdict[str, int] = defaultdict(int)
+    total, first, last = 0.0, 0, 0
+    for at, each in enumerate(group):
+        end = min(len(group), at + _NEAR + 1)
+        entering, leaving = believed[last:end], believed[first : max(0, at - _NEAR)]
+        for (user, value), sign in (*((one, 1) for one in entering), *((one, -1) for one in leaving)):
+            sums[user] += sign * value
+            counts[user] += sign
+            total += sign * value
+        first, last = max(0, at - _NEAR), end
+        yield _cautious(total - sums[each.user], last - first - counts[each.user])
+
+
+def _cautious(total: float, count: int) -> float:
+    """Return the mean of ``count`` ratings with the sum ``total``, moved by half a standard error towards 1/2."""
+    mean = (total + 1) / (count + 2)
+    off = max(0.0, abs(mean - 0.5) - 0.25 / math.sqrt(count + 2))
+    return 0.5 + math.copysign(min(off, 0.5 - _CLIP), mean - 0.5)
+
+
+def _turned(reward: float, doubt: float) -> float:
+    """Return the rating that an honest user would have given, if the user contradicts with probability ``doubt``."""
+    return (1 - doubt) * reward + doubt * (1 - reward)
+
+
+def _doubtful(doubt: Mapping[str, float]) -> list[str]:
+    """Return the most doubtful users, as many as leave an expected share of `_FALSE` honest ones among them."""
+    named: list[str] = []
+    honest = 0.0
+    for user in sorted(doubt, key=lambda user: (-doubt[user], user)):
+        honest += 1 - doubt[user]
+        if honest > _FALSE * (len(named) + 1):
+            break
+        named.append(user)
+    return named
+
+
+def _reason(rated: Sequence[Conversation], user: str, *, about: str, odds: float) -> str:
+    count = sum(each.user == user for each in rated)
+    conversations = count_of(count, "conversation")
+    evidence = f"{math.exp(odds):,.0f}" if odds < math.log(1e6) else "more than 1,000,000"
+    return f"ratings in {conversations}{about} contradict those of the other users, evidence {evidence} to 1"
+
+
+def _logit(share: float) -> float:
+    return math.log(share / (1 - share))
+
+
+def _log_sum(one: float, other: float) -> float:
+    return max(one, other) + math.log1p(math.exp(-abs(one - other)))

@@ -1,0 +1,263 @@
+"""The way of candidates among simulated customers; the store and all decisions are real."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+
+from agl_inspect.learning import computed_again
+from agl_inspect.records.labels import labels_of, move
+from agl_inspect.records.learning import LearnerControl
+from agl_learn.contracts import Conversation
+from agl_learn.learner import Learner
+from worlds.customers import PROMPT, Customers, settings
+
+
+def serving(
+    likings: dict[str, float] | Callable[[str, str, int], float],
+    *,
+    proposes: str | None = None,
+    seed: int = 1,
+    **given: object,
+) -> Customers:
+    """Customers who like each version with a fixed probability, and a learner to whom one version is proposed."""
+
+    def liked(version: str, kind: str, number: int) -> float:
+        return likings(version, kind, number) if callable(likings) else likings[version]
+
+    return Customers(liked=liked, propose=lambda train: proposes, seed=seed, settings=settings(**given))  # pyright: ignore[reportArgumentType]
+
+
+def stages(customers: Customers, identity: str = "c1") -> list[str]:
+    async def read() -> list[str]:
+        found = await customers.learner.records.candidates.get(customers.store, identity)
+        return [] if found is None else [each.stage for each in found.moves]
+
+    return asyncio.run(read())
+
+
+def run(customers: Customers, count: int, *, first: str = "old") -> Learner:
+    async def work() -> None:
+        await customers.open(first)
+        await customers.serve(count)
+
+    asyncio.run(work())
+    return customers.learner
+
+
+def test_better_version_passes_replay_and_canary_and_is_promoted() -> None:
+    customers = serving({"old": 0.3, "new": 0.8}, proposes="new")
+
+    learner = run(customers, 400)
+
+    assert ["replay", "canary", "watch"] == stages(customers)
+    assert {PROMPT: "new"} == learner.split.versions["production"]
+    assert {PROMPT: "old"} == learner.split.versions["holdback"]
+    assert {"production": "new"} == asyncio.run(labels_of(customers.store, PROMPT))
+
+
+def test_equal_version_is_never_served() -> None:
+    customers = serving({"old": 0.6, "same": 0.6}, proposes="same")
+
+    learner = run(customers, 600)
+
+    assert "refused" == stages(customers)[-1]
+    assert {"production": 1.0} == learner.split.shares
+
+
+def test_harmful_version_is_withdrawn_from_the_canary() -> None:
+    customers = serving({"old": 0.8, "bad": 0.5}, proposes="bad", tasks=0, share=(0.1,), units=100)
+
+    learner = run(customers, 700)
+
+    assert ["canary", "withdrawn"] == stages(customers)[1:]
+    assert {PROMPT: "old"} == learner.split.versions["production"]
+
+
+def test_version_that_becomes_worse_is_rolled_back() -> None:
+    def liked(version: str, kind: str, number: int) -> float:
+        return {"old": 0.6, "new": 0.9 if number < 700 else 0.2}[version]
+
+    customers = serving(liked, proposes="new", every=10_000)
+
+    async def work() -> None:
+        learner = await customers.open("old")
+        await customers.serve(50)
+        await move(customers.store, PROMPT, "candidate", await customers.publish("new"))
+        await customers.serve(1000)
+        assert {"production": 1.0} == learner.split.shares
+
+    asyncio.run(work())
+
+    assert ["suspicion", "rolled back"] == stages(customers)[-2:]
+    assert {"production": "old", "candidate": "new"} == asyncio.run(labels_of(customers.store, PROMPT))
+
+
+def test_decision_can_be_computed_again_to_the_last_digit() -> None:
+    customers = serving({"old": 0.3, "new": 0.8}, proposes="new")
+    learner = run(customers, 400)
+
+    async def work() -> None:
+        records, store = learner.records, customers.store
+        candidate = (await records.candidates.read(store))["c1"]
+        pairs = list((await records.pairs("c1").read(store)).values())
+        units = list((await records.units("c1").read(store)).values())
+        decisions = list((await records.decisions.read(store)).values())
+        assert {"replay", "control", "canary"} <= {each.gate for each in decisions}
+        for each in decisions:
+            gate = computed_again(each, candidate, pairs, units)
+            assert (each.evidence, each.lower, each.verdict) == (gate.evidence, gate.lower, gate.verdict)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("every", [3, 7])
+def test_restart_at_any_time_changes_nothing(every: int) -> None:
+    def world() -> Customers:
+        return serving({"old": 0.3, "new": 0.8}, proposes="new", seed=3)
+
+    async def with_restarts() -> Customers:
+        customers = world()
+        await customers.open("old")
+        for _ in range(300 // every):
+            await customers.serve(every)
+            await customers.learner.finish_work()
+            await customers.restart()
+        return customers
+
+    restarted = asyncio.run(with_restarts())
+
+    assert ["replay", "canary", "watch"] == stages(restarted)
+    learner = restarted.learner
+    assert 300 // every * every == learner.state.rated
+    units = asyncio.run(learner.records.units("c1").read(restarted.store))
+    assert len(units) == len({unit.unit for unit in units.values()})
+
+
+def test_person_approves_before_the_canary() -> None:
+    customers = serving({"old": 0.3, "new": 0.8}, proposes="new", approve="person")
+
+    async def work() -> None:
+        learner = await customers.open("old")
+        await customers.serve(300)
+        assert ["replay", "approval"] == [
+            each.stage for each in (await learner.records.candidates.read(customers.store))["c1"].moves
+        ]
+        await learner.records.control.add(customers.store, {"": LearnerControl(approved=["c1"])})
+        await customers.serve(200)
+
+    asyncio.run(work())
+
+    assert "watch" == stages(customers)[-1]
+
+
+def test_label_that_a_person_moves_is_served() -> None:
+    customers = serving({"old": 0.3, "new": 0.8, "mine": 0.5}, proposes="new", every=10_000)
+
+    async def work() -> Learner:
+        learner = await customers.open("old")
+        await customers.serve(20)
+        await move(customers.store, PROMPT, "production", await customers.publish("mine"), reason="I prefer it")
+        await customers.serve(20)
+        return learner
+
+    learner = asyncio.run(work())
+
+    assert {PROMPT: "mine"} == learner.split.versions["production"]
+
+
+def test_pause_holds_proposals_and_shares() -> None:
+    customers = serving({"old": 0.3, "new": 0.8}, proposes="new")
+
+    async def work() -> None:
+        learner = await customers.open("old")
+        await learner.records.control.add(customers.store, {"": LearnerControl(is_paused=True)})
+        await customers.serve(300)
+
+    asyncio.run(work())
+
+    assert [] == stages(customers)
+
+
+def test_rejected_candidate_is_withdrawn() -> None:
+    customers = serving({"old": 0.3, "new": 0.8}, proposes="new", every=60, share=(0.05,), units=50)
+
+    async def work() -> Learner:
+        learner = await customers.open("old")
+        await customers.serve(300, until=lambda: len(learner.split.shares) > 1)
+        await learner.records.control.add(customers.store, {"": LearnerControl(rejected={"c1": "rude"})})
+        await customers.serve(1)
+        return learner
+
+    learner = asyncio.run(work())
+
+    assert "withdrawn" == stages(customers)[-1]
+    assert {"production": 1.0} == learner.split.shares
+
+
+def test_conversations_of_one_user_count_once() -> None:
+    customers = serving({"old": 0.8, "bad": 0.5}, proposes="bad", tasks=0, share=(0.5,), units=1000)
+    customers.users = 30
+
+    learner = run(customers, 600)
+
+    units = asyncio.run(learner.records.units("c1").read(customers.store))
+    assert len({unit.unit for unit in units.values()}) == len(units) <= 30
+
+
+def test_excluded_users_do_not_count() -> None:
+    def contradicting(past: Sequence[Conversation]) -> dict[str, str]:
+        return {"u0": "reports the opposite"}
+
+    customers = serving({"old": 0.3, "new": 0.8}, proposes="new", tasks=0)
+    customers.users, customers.contradicting = 20, contradicting
+
+    learner = run(customers, 300)
+
+    assert "u0" not in {unit.unit for unit in asyncio.run(learner.records.units("c1").read(customers.store)).values()}
+    assert any("u0" in line for line in customers.said)
+
+
+def test_user_stays_excluded_while_the_ratings_contradict() -> None:
+    def contradicting(past: Sequence[Conversation]) -> dict[str, str]:
+        return {"u0": "reports the opposite"} if sum(each.user == "u0" for each in past) > 11 else {}
+
+    customers = serving({"old": 0.5})
+    customers.users, customers.contradicting = 20, contradicting
+
+    learner = run(customers, 500)
+
+    assert learner.state.rounds > 10
+    assert {"u0": "reports the opposite"} == learner.state.excluded
+
+
+def test_every_change_of_the_users_is_dated() -> None:
+    def liked(version: str, kind: str, number: int) -> float:
+        return (0.9, 0.6, 0.2)[number // 300]
+
+    customers = serving(liked)
+
+    async def work() -> tuple[float, float]:
+        learner = await customers.open("old")
+        await customers.serve(400)
+        first = learner.state.changed_at
+        await customers.serve(300)
+        return first, learner.state.changed_at
+
+    first, second = asyncio.run(work())
+
+    assert abs(first - 300) < 20
+    assert abs(second - 600) < 20
+
+
+def test_served_version_is_suspected_after_every_fall() -> None:
+    def liked(version: str, kind: str, number: int) -> float:
+        return (0.9, 0.5, 0.1)[number // 400] if version == "new" or number >= 400 else 0.3
+
+    customers = serving(liked, proposes="new")
+
+    learner = run(customers, 1200)
+
+    assert abs(learner.state.changed_at - 800) < 20
+    assert 2 == sum(before != "suspicion" == stage for before, stage in pairwise(stages(customers)))

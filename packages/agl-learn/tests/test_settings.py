@@ -1,0 +1,49 @@
+from typing import Any
+
+import pytest
+
+from agl.errors import ConfigError
+from agl_learn.settings import learner_of
+from agl_run import parse_config
+
+
+def file_with(**learners: Any) -> Any:
+    return {
+        "experiment": {"agent": "agent:solve"},
+        "resource": {"prompt": {"template": "Help."}},
+        "algorithm": [{"use": "apo", "tunes": "prompt"}],
+        "learn": learners,
+    }
+
+
+def test_learner_of_reads_the_table() -> None:
+    given = {"tunes": "prompt", "gate": {"canary": {"share": [0.1, 0.5]}, "error": 0.1}}
+
+    name, settings = learner_of(parse_config(file_with(support=given)))
+
+    assert ("support", ("prompt",), (0.1, 0.5)) == (name, settings.tunes, settings.gate.canary.share)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tunes": ["prompt"], "evry": 3}, r"unknown key 'learn.support.evry'; did you mean 'every'\?"),
+        ({"tunes": ["prompt"], "gate": {"canary": {"shares": [0.1]}}}, r"learn.support.gate.canary.shares.*'share'"),
+        ({"every": 3}, "learn.support lacks tunes"),
+        ({"tunes": ["prompt"], "every": 0}, "learn.support.every is 0; write a number of conversations, at least 1"),
+    ],
+)
+def test_every_command_names_the_wrong_key_of_a_learner(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(file_with(support=given))
+
+
+def test_learner_of_refuses_a_resource_that_no_algorithm_tunes() -> None:
+    with pytest.raises(ConfigError, match=r"tunes has 'promt', which no \[\[algorithm\]\].*did you mean 'prompt'\?"):
+        learner_of(parse_config(file_with(support={"tunes": "promt"})))
+
+
+@pytest.mark.parametrize("learners", [{}, {"one": {"tunes": "prompt"}, "two": {"tunes": "prompt"}}])
+def test_learner_of_needs_exactly_one_table(learners: Any) -> None:
+    with pytest.raises(ConfigError, match=r"needs one table \[learn.NAME\]"):
+        learner_of(parse_config(file_with(**learners)))
