@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class Program:
 
 
 @contextmanager
-def running(name: str, *words: str) -> Iterator[Program]:
+def running(name: str, *words: str) -> Generator[Program]:
     """Run a program until the end of the block."""
     program = Program(name, *words)
     try:

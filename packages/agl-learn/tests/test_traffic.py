@@ -114,7 +114,6 @@ def test_conversation_has_its_user_arm_texts_and_reward(use: Callable[[Work], No
                 salt="c1",
                 arm="candidate",
                 share=0.2,
-                salt="c1",
                 task={"question": "hi", "said": said},
                 question="hi",
                 answer="Bye.",

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from agl.contracts import Store
 from agl.errors import ConfigError, FencedError, NotFoundError, StoreError
@@ -18,6 +19,7 @@ from agl_learn.traffic import traffic_of
 from agl_learn.training import TrainerProposer
 from agl_learn.users import contradicting
 from agl_run import ExperimentConfig
+from agl_run.engine import ExperimentLock, check_algorithms
 
 SLOWEST_S = 5.0
 """The most seconds between two ticks."""
@@ -31,6 +33,8 @@ async def run_learner(file: LearnerFile, *, say: Callable[[str], None], stopping
         FencedError: Another process took the learner over.
     """
     settle_s = parse_duration(file.settings.settle)
+    algorithms = file.config.algorithm
+    await check_algorithms(file.plan(file.experiment(file.name, algorithms=algorithms), train=[], val=[]))
     parts = Parts(
         traffic=await traffic_of(file),
         proposer=TrainerProposer(file),
@@ -39,8 +43,19 @@ async def run_learner(file: LearnerFile, *, say: Callable[[str], None], stopping
         clock=time.time,
         say=say,
     )
-    title = f"learner {file.name!r}"
-    async with Ownership(file.store, f"learner-{file.name}", workdir=file.folder, title=title) as own:
+    workdir = file.folder / file.config.experiment.workdir / f"{file.name}-learner"
+    lock = ExperimentLock(workdir)  # of this machine; the lease keeps out learners elsewhere
+    lock.acquire()
+    try:
+        await _work(file, parts, settle_s=settle_s, workdir=workdir, stopping=stopping)
+    finally:
+        lock.release()
+
+
+async def _work(file: LearnerFile, parts: Parts, *, settle_s: float, workdir: Path, stopping: asyncio.Event) -> None:
+    """Take the learner's lease, and let the learner work."""
+    say, own = parts.say, Ownership(file.store, f"learner-{file.name}", workdir=workdir, title=f"learner {file.name!r}")
+    async with own:
         learner = Learner(own.store, name=file.name, settings=file.settings, settle_s=settle_s, parts=parts)
         await learner.start(versions=await first_versions(file))
         served = ", ".join(f"{name}@{version}" for name, version in learner.split.versions[file.settings.label].items())

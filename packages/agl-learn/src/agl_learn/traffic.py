@@ -212,7 +212,6 @@ def _plain(evidence: Evidence, *, said: str) -> Conversation:
         salt=placement.salt if placement else "",
         arm=placement.arm if placement else "",
         share=placement.shares.get(placement.arm, 1.0) if placement else 1.0,
-        salt=placement.salt if placement else "",
         versions=dict(rollout.resources),
         question=next(iter(evidence.questions), ""),
         answer=evidence.answer,

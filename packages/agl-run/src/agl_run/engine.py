@@ -11,6 +11,7 @@ from agl_run.display.progress import default_progress as default_progress
 from agl_run.display.result_text import describe_episode as describe_episode
 from agl_run.messages import value_for_agent as value_for_agent
 from agl_run.parts.build import build_rewards as build_rewards
+from agl_run.parts.build import check_algorithms as check_algorithms
 from agl_run.parts.counterfactual import can_replay as can_replay
 from agl_run.parts.models import policy_params as policy_params
 from agl_run.parts.rewards import check_known as check_known
@@ -22,6 +23,7 @@ from agl_run.run.collector import Collector as Collector
 from agl_run.run.collector import cancel_unfinished as cancel_unfinished
 from agl_run.run.driver import Driver as Driver
 from agl_run.run.fit import fit_plan as fit_plan
+from agl_run.run.running_experiment import ExperimentLock as ExperimentLock
 from agl_run.run.running_experiment import open_store as open_store
 from agl_run.run.running_experiment import store_url_of as store_url_of
 from agl_run.run.trainer import Trainer as Trainer

@@ -30,7 +30,8 @@ FALL_ODDS = 100.0
 """The odds from which a validation counts as worse than the best one.
 
 The best of many validations is the luckiest one, so a single fall may be chance. In simulated runs whose policy does
-not change, two validations in a row had fallen in 3 of 1,600 runs of 20 validations, and in 21 of 800 runs of 100.
+not change (``benchmarks/falls.py``), two validations in a row had fallen in 2 of 1,600 runs of 20 validations, and in
+16 of 800 runs of 100.
 """
 
 FEWEST_TASKS = 11
