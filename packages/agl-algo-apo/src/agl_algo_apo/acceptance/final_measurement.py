@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from agl.schemas import Record
-from agl_algo_apo.acceptance.proof import gate_of
+from agl_algo_apo.acceptance.proof import gate_of, is_proven
 from agl_algo_apo.measurement.estimates import Estimate, estimate, exactly_nothing
 from agl_algo_apo.measurement.evaluation import Evaluator, MeasureJob
 from agl_algo_apo.measurement.scores import FRESH, Split
@@ -111,8 +111,8 @@ async def measure_again(search: SearchTools, final: FinalTasks, step: int) -> Re
     how: How = "test tasks" if final.split == "test" else "fresh rollouts"
     if not all(rewards_by(evaluator, candidate.id, how) for candidate in (finalist, seed)):
         how = "selection"
-    is_proven = finalist.id == progress.winner or gate.verdict == "better"
-    return _result(evaluator, finalist, seed, how=how, is_proven=is_proven, verdict=gate.words)
+    proven = finalist.id == progress.winner or is_proven(search, gate)
+    return _result(evaluator, finalist, seed, how=how, proven=proven, verdict=gate.words)
 
 
 def _result(
@@ -121,7 +121,7 @@ def _result(
     seed: PromptCandidate,
     *,
     how: How,
-    is_proven: bool = False,
+    proven: bool = False,
     verdict: str = "",
 ) -> Result | None:
     """Return the result, with the finalist as the winner if it is proven and does not do worse than the seed."""
@@ -133,7 +133,7 @@ def _result(
     ours, theirs = ([rewards[c.id][task] for task in common] for c in (finalist, seed))
     score, seed_score = (estimate(values, evaluator.range) for values in (ours, theirs))
     nothing, is_fresh = exactly_nothing(len(common)), how != "selection"
-    if finalist != seed and (not is_proven or score.mean < seed_score.mean):
+    if finalist != seed and (not proven or score.mean < seed_score.mean):
         return Result(
             winner=seed.id,
             score=seed_score,

@@ -59,11 +59,16 @@ def gate_of(search: SearchTools, candidate: PromptCandidate) -> Gate:
     return gate
 
 
+def is_proven(search: SearchTools, gate: Gate) -> bool:
+    """Return true if a candidate with this gate may be the winner."""
+    return gate.verdict == "better" or search.settings.scoring.error == 1  # the user asks for no proof
+
+
 def judge(search: SearchTools, step: int) -> Gate:
     """Make the search's best candidate its winner if the gate calls it better on the rewards that are known."""
     best, progress = search.best, search.progress
     gate = gate_of(search, best)
-    if gate.verdict == "better" and progress.winner != best.id:
+    if is_proven(search, gate) and progress.winner != best.id:
         progress.winner = best.id
         report = CheckReport(
             name="proof against the first prompt", has_passed=True, step=step, rival=progress.seed, reason=gate.words
@@ -91,7 +96,7 @@ async def prove(search: SearchTools, step: int, *, is_last: bool = False) -> Non
     seed, gate = search.lineage[progress.seed], judge(search, step)
     for number, tasks in enumerate(search.rungs):
         needed = gate.needed or math.inf
-        if gate.verdict == "better" or (needed > len(tasks) > gate.count and not is_last):
+        if is_proven(search, gate) or (needed > len(tasks) > gate.count and not is_last):
             return
         # The rollouts serve later races too, in which the best candidate is the rival.
         jobs = [MeasureJob(each, "val", tasks) for each in (search.best, seed)]

@@ -36,7 +36,7 @@ Count = Annotated[int, Meta(ge=1)]
 Whole = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Part = Annotated[float, Meta(ge=0, lt=1)]
-Error = Annotated[float, Meta(gt=0, lt=1)]
+Error = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Parents(Settings, frozen=True, kw_only=True):
@@ -74,7 +74,8 @@ class Scoring(Settings, frozen=True, kw_only=True):
         reserve: Share of the rollouts that is held back for the final measurement.
         test: Share of the validation tasks that take no part in the search and give the reported score; no tasks if
             the share would be fewer than 8.
-        error: The largest probability that the search publishes a text that is not better than the first one.
+        error: The largest probability that the search publishes a text that is not better than the first one; 1 to
+            publish the best text of the races without a proof, for example because another gate judges it.
     """
 
     perfect: float = 1.0
