@@ -697,7 +697,7 @@ def train(session: nox.Session, name: str) -> None:
 
 @nox.session
 def screenshots(session: nox.Session) -> None:
-    """Draw the documentation's pictures of the console from what ``nox -s demo`` left; it needs Chromium."""
+    """Draw the documentation's pictures of the console from what ``demo`` and ``demo_learn`` left; needs Chromium."""
     tools = environment(session, [*ours("agl-core", "agl-run", "agl-console"), *PLUGINS["agl-console"]])
     tools.run(session, "python", "-m", "tools.screenshots", *session.posargs)
 

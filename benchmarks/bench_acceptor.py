@@ -13,7 +13,7 @@ the same draw for both versions.
 
 *Identical*: gates over 200 pairs of a version with itself that say better or worse.
 
-Run alone: ``python -m benchmarks acceptor``; it takes four minutes.
+Run alone: ``python -m benchmarks acceptor``; it takes three minutes.
 """
 
 import math

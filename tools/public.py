@@ -77,6 +77,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.text",
         "agl_inspect.versions",
     ),
+    "agl-learn": ("agl_learn.contracts",),
     "agl-lightning": ("agl_lightning",),
     "agl-objectives": (
         "agl_objectives",
@@ -99,7 +100,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.testing",
         "agl_objectives.uses",
     ),
-    "agl-replay": ("agl_replay.candidates",),
+    "agl-replay": ("agl_replay.rescoring",),
     "agl-run": (
         "agl_run",
         "agl_run.access",

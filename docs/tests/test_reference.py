@@ -16,6 +16,7 @@ from agl.schemas import Record
 from agl_inspect.terminal.program import Modes, cli
 from agl_run.config import sections as config
 from agl_run.config.file import ONE_OR_SEVERAL
+from agl_run.config.learning import GateSettings, LearnSettings
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 RECORDS: dict[str, Any] = {
@@ -32,6 +33,9 @@ RECORDS: dict[str, Any] = {
     "`[[exporter]]`": ComponentConfig,
     "`[retention]`": config.RetentionConfig,
 }
+LEARNER = "`[learn.NAME]`"
+"""The section of a learner, whose tables are nested."""
+
 NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
@@ -103,7 +107,16 @@ def test_experiment_file_says_what_every_key_means(heading):
 
 
 def test_experiment_file_has_every_section():
-    assert list(RECORDS) == list(sections("experiment-file.md"))
+    assert [*RECORDS, LEARNER] == list(sections("experiment-file.md"))
+
+
+def test_experiment_file_has_every_key_of_a_learner():
+    gate = GateSettings()
+    parts = {key: getattr(gate, key) for key in gate.__struct_fields__}
+    nested = [f"{key}.{name}" for key in ("replay", "canary") for name in parts[key].__struct_fields__]
+    expected = [*LearnSettings.__struct_fields__, *nested, *(key for key in parts if key not in ("replay", "canary"))]
+
+    assert expected == [key.strip("`") for key, *_ in rows(sections("experiment-file.md")[LEARNER])]
 
 
 def commands() -> Iterator[tuple[str, click.Command, click.Context]]:

@@ -108,5 +108,15 @@ async def test_foreign_metadata_is_no_split() -> None:
     assert await split_part(store, "style") is None
 
 
+async def test_page_of_a_conversation_shows_its_user_and_its_arm(opened: Open) -> None:
+    store = await store_with_versions()
+    split = msgspec.structs.replace(SPLIT, versions=await pins_of(store, list(SPLIT.shares)))
+    await store.enqueue([place_rollout(Rollout(rollout_id="r-1", task={}, metadata={"user": "<ann>"}), split)])
+    async with opened(store) as client:
+        page = await (await client.get("/rollouts/r-1")).text()
+    assert "user &lt;ann&gt;" in page
+    assert f"arm {SPLIT.arm_of('r-1')}, " in page
+
+
 def _start(arm: Any) -> tuple[Any, ...]:
     return arm.label, arm.versions["style"], arm.rollouts, arm.failed, arm.rewarded

@@ -8,7 +8,7 @@ import openai
 import pytest
 from click.testing import CliRunner
 
-from agl import PluginManager
+from agl import PluginManager, semconv
 from agl.contracts import REDACTED, Redactor, RolloutQuery, Store
 from agl.episodes import build_episode
 from agl.errors import UnknownComponentError
@@ -24,6 +24,7 @@ from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer, ToolCall
 
 from .conftest import ADMIN, ServiceFactory, StageFactory
+from .test_agent_spans import SAID, Send, as_an_exporter, through_the_store_api
 from .test_hostile_streams import assert_linear
 
 CLIENT = "a-client-token-of-the-tests"
@@ -171,6 +172,16 @@ async def test_spans_of_agents_are_redacted_and_keep_their_names(serving: Servic
         assert expected == found.attributes
         assert found.reward is not None
         assert "[email]" == found.reward.feedback
+
+
+@pytest.mark.parametrize("send", [through_the_store_api, as_an_exporter])
+async def test_spans_that_an_agent_sends_itself_are_redacted(stage: StageFactory, send: Send, monkeypatch: Any) -> None:
+    monkeypatch.setitem(SAID, semconv.OBJECT, f"for {MAIL}")
+    async with stage(redact="patterns") as it:
+        attempt_id, token = await it.open_attempt()
+        await send(it.url, token, attempt_id)
+        (span,) = await it.spans(attempt_id)
+    assert {semconv.OBJECT: "for [email]"} == span.attributes
 
 
 class Broken:

@@ -209,6 +209,15 @@ def test_each_new_version_needs_stronger_evidence_and_another_look_costs_nothing
     assert [True] * 4 == [f"{odds} needed" in look for odds, look in zip(needed, looks, strict=True)], looks
 
 
+def test_labelled_version_has_nothing_to_beat(run: Callable[..., Result]) -> None:
+    run("promote", "prompt", "v1", rewards={"v1": LOW, "v2": LOW})
+
+    again = run("promote", "prompt", "v1", "--if-better")
+
+    assert (0, "prompt: production is now v1\n") == (again.exit_code, again.output)
+    assert "33 to 1 needed" in run("promote", "prompt", "v2", "--if-better").output
+
+
 def test_compare_reports_both_arms_and_the_ratio(run: Callable[..., Result]) -> None:
     done = run("compare", "prompt", "v1", "v2", rewards={"v1": [0.4, 0.6], "v2": [0.7, 0.8, 0.9]})
     assert "v1: mean 0.5000" in done.output

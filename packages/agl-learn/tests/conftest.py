@@ -13,8 +13,8 @@ from agl.contracts import Store
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_inspect.stores import build_store
 from agl_learn.contracts import Conversation
-from agl_learn.settings import LearnerFile, learner_of
-from agl_run import load_config
+from agl_learn.settings import LearnerFile
+from agl_run import learner_of, load_config
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 AGENT = """

@@ -1,10 +1,12 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from agl.errors import ConfigError
-from agl_learn.settings import learner_of
-from agl_run import parse_config
+from agl_inspect.terminal.program import cli
+from agl_run import learner_of, parse_config
 
 
 def file_with(**learners: Any) -> Any:
@@ -47,3 +49,21 @@ def test_learner_of_refuses_a_resource_that_no_algorithm_tunes() -> None:
 def test_learner_of_needs_exactly_one_table(learners: Any) -> None:
     with pytest.raises(ConfigError, match=r"needs one table \[learn.NAME\]"):
         learner_of(parse_config(file_with(**learners)))
+
+
+def test_check_needs_no_tasks_in_a_file_with_a_learner(folder: Path) -> None:
+    said = CliRunner().invoke(cli, ["check", str(folder / "desk.toml")])
+
+    assert "desk: its tasks are conversations" in said.output
+    assert f"no problem found; start with: agl learn {folder}/desk.toml" in said.output
+
+
+def test_check_names_what_is_wrong_with_a_learner(folder: Path) -> None:
+    file = folder / "desk.toml"
+    file.write_text(
+        file.read_text(encoding="utf-8").replace('tunes = "prompt"\n', 'tunes = "promt"\n'), encoding="utf-8"
+    )
+    said = CliRunner().invoke(cli, ["check", str(file), "--set", 'algorithm.apo.tunes="prompt"'])
+
+    assert 1 == said.exit_code
+    assert "learn.support.tunes has 'promt'" in said.output

@@ -13,7 +13,7 @@ from agl.contracts import RolloutQuery
 from agl.schemas import JsonResource, PromptTemplate, ResourceVersion, Weights
 from agl_learn.contracts import Conversation, Proposal
 from agl_learn.settings import LearnerFile
-from agl_learn.training import LONGEST, TrainerProposer, round_tasks, without_words
+from agl_learn.training import LONGEST, VALIDATION, TrainerProposer, round_tasks, without_words
 from agl_testing.model_server import ScriptedModelServer
 
 from .conftest import POLITE, UseLearner, conversation, publish, run_with
@@ -155,10 +155,25 @@ def test_tasks_of_one_user_are_either_for_training_or_for_validation() -> None:
     assert (5, 2, set()) == (len(train), len(val), train & val)
 
 
-def test_single_user_serves_for_training_and_validation() -> None:
+def test_tasks_of_a_single_user_are_split() -> None:
     tasks = round_tasks([conversation(number, user="ann") for number in range(3)], by="user")
 
-    assert (3, tasks.train) == (len(tasks.train), tasks.val)
+    assert (2, 1) == (len(tasks.train), len(tasks.val))
+
+
+def test_single_task_serves_for_training_and_validation() -> None:
+    tasks = round_tasks([conversation(1)], by="user")
+
+    assert [conversation(1).task] == tasks.train == tasks.val
+
+
+def test_equal_tasks_of_several_users_are_one_task_on_one_side() -> None:
+    talks = [conversation(number % 3, user=f"u{number}") for number in range(9)]
+
+    tasks = round_tasks(talks, by="user")
+
+    assert (2, 1) == (len(tasks.train), len(tasks.val))
+    assert not any(task in tasks.train for task in tasks.val)
 
 
 def test_conversations_of_one_user_are_apart_if_conversations_are_the_units() -> None:
@@ -174,3 +189,9 @@ def test_round_has_equal_tasks_once_and_validates_on_others() -> None:
 
     assert [1, 3] == sorted([len(found.val), len(found.train)])
     assert [] == [task for task in found.val if task in found.train]
+
+
+def test_many_conversations_give_a_limited_number_of_validation_tasks() -> None:
+    tasks = round_tasks([conversation(number) for number in range(300)], by="user")
+
+    assert (200, VALIDATION) == (len(tasks.train), len(tasks.val))

@@ -77,6 +77,20 @@ def test_three_users_who_give_a_third_of_the_ratings_are_named(seed: int) -> Non
     assert bad == set(contradicting(ratings(users, bad=bad, seed=seed)))
 
 
+@pytest.mark.parametrize("bad", [BAD, {"u0", "u1", "u2"}])
+def test_few_users_who_give_most_ratings_of_a_kind_do_not_outvote_the_others(bad: set[str]) -> None:
+    rates = {"refund": 0.9, "address": 0.9, "hours": 0.9, "invoice": 0.9}
+    honest = ratings(sorted(set(HUNDRED) - bad) * 20, bad=set(), seed=1, rates=rates)
+    spoiling = ratings(sorted(bad) * (600 // len(bad)), bad=bad, seed=2, rates={"hours": 0.9})
+    mixed = random.Random(3).sample([*honest, *spoiling], len(honest) + len(spoiling))
+
+    named = set(contradicting([rated(at, each.user, each.kind, each.reward) for at, each in enumerate(mixed)]))
+
+    precision, recall = precision_and_recall(named, bad)
+    assert precision >= 0.9
+    assert recall >= 0.9
+
+
 @pytest.mark.parametrize("rate", [0.3, 0.5, 0.6, 0.9])
 def test_nobody_is_named_if_all_are_honest(rate: float) -> None:
     assert {} == contradicting(ratings(HUNDRED * 20, bad=set(), seed=1, rates={"": rate}))

@@ -18,6 +18,8 @@ probability of at most `error` (Ville 1939), so such evidence refutes the claim.
                :meth:`Gate.arrive`
 
 The differences have to be independent: of several conversations of one user, or rollouts of one task, add the mean.
+Tasks of a fixed list have to come in a random order, because a gate gives its verdict as soon as the evidence allows,
+and the first tasks may favour one version. The evidence at the end of the list does not depend on the order.
 
 Sources: Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting", for the bets;
 Waudby-Smith et al. 2022, arXiv 2210.10768, for shares that change with time.

@@ -64,14 +64,15 @@ def learn() -> None:
     """
 
 
-@learn.command("run", hidden=True)
+@learn.command("run")
 @experiment_argument
 @pass_manager
 def run_(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
-    """Run the learner of FILE."""
+    """Run the learner of FILE; agl learn FILE does the same."""
     # Imported here, because the other commands need neither training nor replays.
     from agl_learn.service import run_learner
-    from agl_learn.settings import LearnerFile, learner_of
+    from agl_learn.settings import LearnerFile
+    from agl_run import learner_of
 
     config, plugins = read_experiment(file, settings, manager=manager)
     name, chosen = learner_of(config)
@@ -201,7 +202,10 @@ def log(store: Reading, learner: str | None) -> None:
 @_learner_option
 @reads_store
 def why(store: Reading, version: str, learner: str | None) -> None:
-    """Explain what happened to VERSION: a candidate's id, or a version that it proposed."""
+    """Explain what happened to VERSION, with the evidence.
+
+    VERSION is a candidate's id, or a version that it proposed.
+    """
     story = store.read(lambda opened: read_story(opened, learner))
     found = next((each for each in story.candidates if version in (each.id, *each.versions.values())), None)
     if found is None:
@@ -231,7 +235,10 @@ def _decision_words(each: Decision) -> str:
 @_learner_option
 @reads_store
 def replay(store: Reading, decision: str, learner: str | None) -> None:
-    """Compute DECISION again from its recorded observations, and compare it with what was decided."""
+    """Compute DECISION again from its recorded observations.
+
+    The exit status is 1 if the result differs from what was decided.
+    """
     old, new = store.read(lambda opened: _again(opened, decision, learner))
     if (old.evidence, old.evidence_of_harm, old.verdict) != (new.evidence, new.evidence_of_harm, new.verdict):
         raise ConfigError(
@@ -262,8 +269,8 @@ async def _again(store: Store, identity: str, name: str | None) -> tuple[Decisio
 @reads_store
 def approve(store: Reading, candidate: str, learner: str | None) -> None:
     """Let CANDIDATE begin its canary."""
-    _wish(store, learner, lambda control: replace(control, approved=[*control.approved, candidate]), candidate)
-    echo(f"{candidate} may begin its canary")
+    made = _wish(store, learner, lambda wish: replace(wish, approved=[*wish.approved, candidate]), candidate)
+    store.show(made, lambda: [f"{candidate} may begin its canary"])
 
 
 @learn.command()
@@ -272,18 +279,21 @@ def approve(store: Reading, candidate: str, learner: str | None) -> None:
 @_learner_option
 @reads_store
 def reject(store: Reading, candidate: str, reason: str, learner: str | None) -> None:
-    """Withdraw CANDIDATE, or roll it back if it was promoted and is still watched."""
-    _wish(store, learner, lambda control: replace(control, rejected={**control.rejected, candidate: reason}), candidate)
-    echo(f"{candidate} is rejected")
+    """Withdraw CANDIDATE, or roll it back after its promotion."""
+    made = _wish(store, learner, lambda wish: replace(wish, rejected={**wish.rejected, candidate: reason}), candidate)
+    store.show(made, lambda: [f"{candidate} is rejected"])
 
 
 @learn.command()
 @_learner_option
 @reads_store
 def pause(store: Reading, learner: str | None) -> None:
-    """Start no further candidate, and let no share grow; evidence of harm still counts."""
-    _wish(store, learner, lambda control: replace(control, is_paused=True))
-    echo("paused; agl learn resume goes on")
+    """Hold new candidates and growing shares.
+
+    Evidence of harm still counts.
+    """
+    made = _wish(store, learner, lambda wish: replace(wish, is_paused=True))
+    store.show(made, lambda: ["paused; to go on: agl learn resume"])
 
 
 @learn.command()
@@ -291,14 +301,16 @@ def pause(store: Reading, learner: str | None) -> None:
 @reads_store
 def resume(store: Reading, learner: str | None) -> None:
     """Go on after a pause."""
-    _wish(store, learner, lambda control: replace(control, is_paused=False))
-    echo("goes on")
+    made = _wish(store, learner, lambda wish: replace(wish, is_paused=False))
+    store.show(made, lambda: ["the learner goes on"])
 
 
 def _wish(
     store: Reading, learner: str | None, change: Callable[[LearnerControl], LearnerControl], candidate: str = ""
-) -> None:
-    async def work(opened: Store) -> None:
+) -> LearnerControl:
+    """Change what people ask of the learner."""
+
+    async def work(opened: Store) -> LearnerControl:
         records = await _records(opened, learner)
         if candidate:
             known = await records.candidates.read(opened)
@@ -309,9 +321,11 @@ def _wish(
             if known[candidate].stage in FINAL:
                 raise ConfigError(f"{candidate} has ended already: it is {known[candidate].stage}")
         control = await records.control.get(opened) or LearnerControl()
-        await records.control.add(opened, {"": change(control)})
+        made = change(control)
+        await records.control.add(opened, {"": made})
+        return made
 
-    store.read(work)
+    return store.read(work)
 
 
 def _named(versions: dict[str, str]) -> str:

@@ -53,6 +53,9 @@ SEARCHES = ("apo", "gepa", "random")
 PASSAGE = 24
 """The fewest characters of a line that counts as quoted; shorter lines may be alike by chance."""
 
+VALIDATION = 32
+"""The most validation tasks of a round: enough to choose a candidate, about which a replay decides."""
+
 _LAST_WORDS = 2_000
 """A message quotes at most this many characters from the end of a log."""
 
@@ -182,7 +185,7 @@ def round_tasks(conversations: Sequence[Conversation], *, by: Literal["user", "c
     if not val:
         val = {key: train[key] for key in list(train)[1::3]}
         train = {key: task for key, task in train.items() if key not in val}
-    return LearningRound(train=list(train.values()), val=list((val or train).values()))
+    return LearningRound(train=list(train.values()), val=list((val or train).values())[:VALIDATION])
 
 
 def without_words(reward: ComponentConfig) -> ComponentConfig:

@@ -1,22 +1,24 @@
 """Names users whose ratings contradict those of the others, and limits how much one user counts.
 
 The expected rating m of a conversation is the mean of what other users gave to the same kind of task and the same
-versions at about the same time. A user who rates like the others says 1 with probability m; one who contradicts them
-says 1 with probability 1 - m. Expectation-maximisation (Dempster, Laird and Rubin 1977) finds both the users who
-contradict and m, to which their ratings then count the other way round: first for all ratings, then for those about
-each kind of task, because users may agree to spoil one kind only.
+versions at about the same time. In this mean all users count alike, however much they rate.
+
+A user who rates like the others says 1 with probability m; one who contradicts them says 1 with probability 1 - m.
+Expectation-maximisation (Dempster, Laird and Rubin 1977) finds both the users who contradict and m, to which their
+ratings then count the other way round: first for all ratings, then for those about each kind of task, because users may
+agree to spoil one kind only.
 
 Users are named only if the ratings of everyone are much likelier with contradicting users than without, and then only
 as many as leave a small expected share of honest users among them. So the number of users and of kinds is accounted
 for.
 
 Users can be told apart only where most users agree. At a rate near 1/2 both kinds of users say the same. With 20
-conversations for each user, a share of 0.7 that say 1 is the least that suffices. Where most of the ratings of a kind
-contradict the truth, the honest users are the ones that contradict.
+conversations for each user, a share of 0.7 that say 1 is the least that suffices. Where most users of a kind contradict
+the truth, the honest ones are named.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,6 +42,8 @@ _EVIDENCE = math.log(400)
 
 _ROUNDS = 20
 _UNCHANGED = 0.02
+_ROUNDING = 1e-12
+"""Sums below this are rounding errors of an empty window."""
 
 
 class _Fit(NamedTuple):
@@ -123,27 +127,44 @@ def _fit(groups: Iterable[Sequence[Conversation]], doubt: Mapping[str, float]) -
 
 
 def _expected(group: Sequence[Conversation], doubt: Mapping[str, float]) -> Iterable[float]:
-    """Yield the expected rating for each conversation of a group."""
-    believed = [(each.user, _turned(each.reward or 0.0, doubt.get(each.user, 0.0))) for each in group]
-    sums: defaultdict[str, float] = defaultdict(float)
-    counts: defaultdict[str, int] = defaultdict(int)
-    total, first, last = 0.0, 0, 0
+    """Yield the expected rating for each conversation of a group, from those near it in time."""
+    often = Counter(each.user for each in group)
+    window = _Window()
+    first = last = 0
     for at, each in enumerate(group):
-        end = min(len(group), at + _NEAR + 1)
-        entering, leaving = believed[last:end], believed[first : max(0, at - _NEAR)]
-        for (user, value), sign in (*((one, 1) for one in entering), *((one, -1) for one in leaving)):
-            sums[user] += sign * value
-            counts[user] += sign
-            total += sign * value
-        first, last = max(0, at - _NEAR), end
-        yield _cautious(total - sums[each.user], last - first - counts[each.user])
+        start, end = max(0, at - _NEAR), min(len(group), at + _NEAR + 1)
+        for near, sign in (*((one, 1) for one in group[last:end]), *((one, -1) for one in group[first:start])):
+            value = _turned(near.reward or 0.0, doubt.get(near.user, 0.0))
+            window.add(near.user, value, weight=1 / often[near.user], sign=sign)
+        first, last = start, end
+        yield window.expected(each.user)
 
 
-def _cautious(total: float, count: int) -> float:
-    """Return the mean of ``count`` ratings with the sum ``total``, moved by half a standard error towards 1/2."""
-    mean = (total + 1) / (count + 2)
-    off = max(0.0, abs(mean - 0.5) - 0.25 / math.sqrt(count + 2))
-    return 0.5 + math.copysign(min(off, 0.5 - _CLIP), mean - 0.5)
+class _Window:
+    """Sums over ratings, of all users and of each: the weights, the weighted ratings, and the squares of the weights.
+
+    The ratings of one user together weigh as much as those of any other, so that a few busy users decide nothing.
+    """
+
+    def __init__(self) -> None:
+        self._all = [0.0, 0.0, 0.0]
+        self._own: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+
+    def add(self, user: str, value: float, *, weight: float, sign: int) -> None:
+        """Add a rating, or take it out if ``sign`` is -1."""
+        for sums in (self._all, self._own[user]):
+            for at, amount in enumerate((weight, weight * value, weight * weight)):
+                sums[at] += sign * amount
+
+    def expected(self, user: str) -> float:
+        """Return the mean of the others' ratings, moved by half a standard error towards 1/2."""
+        weights, values, squares = (one - other for one, other in zip(self._all, self._own[user], strict=True))
+        if squares < _ROUNDING:
+            return 0.5
+        count = weights * weights / squares  # as many ratings of equal weight have the same standard error
+        mean = (values / weights * count + 1) / (count + 2)
+        off = max(0.0, abs(mean - 0.5) - 0.25 / math.sqrt(count + 2))
+        return 0.5 + math.copysign(min(off, 0.5 - _CLIP), mean - 0.5)
 
 
 def _turned(reward: float, doubt: float) -> float:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from agl_run.config.learning import LearnSettings as LearnSettings
     from agl_run.config.learning import ReplaySettings as ReplaySettings
     from agl_run.config.learning import SignalSettings as SignalSettings
+    from agl_run.config.learning import example_tasks as example_tasks
+    from agl_run.config.learning import learner_of as learner_of
     from agl_run.config.sections import ExperimentConfig as ExperimentConfig
     from agl_run.config.sections import ExperimentSection as ExperimentSection
     from agl_run.config.sections import GatewayConfig as GatewayConfig
@@ -65,7 +67,15 @@ _HOMES = {
     "agl_run.agents.agent": ("Agent", "AgentSpec", "LoadedAgent"),
     "agl_run.agents.importing": ("import_attribute",),
     "agl_run.config.file": ("load_config", "parse_config"),
-    "agl_run.config.learning": ("CanarySettings", "GateSettings", "LearnSettings", "ReplaySettings", "SignalSettings"),
+    "agl_run.config.learning": (
+        "CanarySettings",
+        "GateSettings",
+        "LearnSettings",
+        "ReplaySettings",
+        "SignalSettings",
+        "example_tasks",
+        "learner_of",
+    ),
     "agl_run.config.sections": (
         "ExperimentConfig",
         "ExperimentSection",

@@ -261,9 +261,9 @@ def promote(
                 "that are saved; save_every = 1 saves every step"
             )
         chosen = found.version.version
-        if not if_better:
-            return await labels.move(opened, name, label, chosen, reason=reason), ""
         present = await labels.labelled(opened, name, label)
+        if not if_better or (present is not None and present.version == chosen):
+            return await labels.move(opened, name, label, chosen, reason=reason), ""
         if present is None:
             raise ConfigError(f"{name!r} has no label {label!r} to be better than; promote once without --if-better")
         old, new = await arms(opened, name, [present.version, chosen], experiment=experiment)
@@ -322,8 +322,8 @@ def _better(old: Arm, new: Arm, *, error: float, gain: float) -> str:
     found, _, _ = compare_arms(old, new, error=2 * error, gain=gain)
     if found.verdict != "better":
         raise ConfigError(
-            f"{new.version} is not shown to be better than {old.version}: {found.words}. "
-            "Record more rollouts, or promote without --if-better"
+            f"{new.version} is not shown to be better than {old.version}: {found.words}. To promote it anyway, leave "
+            "out --if-better"
         )
     return found.words
 

@@ -21,6 +21,8 @@ from agl_run.checks.frameworks import unlisted_tracers
 from agl_run.checks.notices import crowded_loop, unused_credits
 from agl_run.cli.run import run_again
 from agl_run.config.dataset import unkeyed_tasks
+from agl_run.config.learning import example_tasks, learner_of
+from agl_run.config.sections import ExperimentConfig
 from agl_run.display.progress import Quiet, default_progress
 from agl_run.display.result_text import describe_episode
 from agl_run.forecast.recorded import Material, find, read
@@ -33,6 +35,7 @@ from agl_run.plan import Plan
 from agl_run.run.blocking import run_blocking
 from agl_run.run.fit import dev_plan
 from agl_run.run.running_experiment import store_url_of
+from agl_run.run.trainer import Trainer
 from agl_run.terminal import experiment_argument, make_trainer, ray_option
 
 
@@ -157,15 +160,28 @@ def check(manager: PluginManager, file: Path, settings: tuple[str, ...], ray_add
     second on standard error.
     """
     with waiting_for(f"reading {file.name}, its tasks and its agent", say=_say):
-        plan = make_trainer(file, settings, manager=manager, ray_address=ray_address).plan()
+        plan = _plan(make_trainer(file, settings, manager=manager, ray_address=ray_address))
     # before components import frameworks
     warnings = [*unlisted_tracers(plan), *unkeyed_tasks(plan.train, plan.val), *unused_credits(plan)]
     if plan.fleet is None:
         warnings += crowded_loop(plan.config.runner.use, plan.config.runner.concurrency, key="runner.concurrency")
     asyncio.run(check_components(plan, say=_say))
     notes = asyncio.run(_layout(plan))
-    again = run_again(file, settings, *(["--ray", ray_address] if ray_address else []))
+    verb = "learn" if _has_conversations(plan.config) else "run"
+    again = run_again(file, settings, *(["--ray", ray_address] if ray_address else []), verb=verb)
     click.echo(_summary(plan, warnings, notes=notes, again=again))
+
+
+def _plan(trainer: Trainer) -> Plan:
+    """Return the plan; if its tasks are conversations, there are none yet, and examples stand in for them."""
+    if trainer.config.learn:
+        learner_of(trainer.config)
+    examples = example_tasks(trainer.config.experiment) if _has_conversations(trainer.config) else ()
+    return trainer.plan(None, *examples)
+
+
+def _has_conversations(config: ExperimentConfig) -> bool:
+    return bool(config.learn) and not (config.experiment.train or config.experiment.val)
 
 
 async def _layout(plan: Plan) -> list[str]:
@@ -183,7 +199,8 @@ def _say(text: str) -> None:
 
 def _summary(plan: Plan, warnings: Sequence[str], *, notes: Sequence[str], again: str) -> str:
     config = plan.config
-    lines = [f"{plan.name}: {count_of(len(plan.train), 'training task')}, {count_of(len(plan.val), 'validation task')}"]
+    counts = f"{count_of(len(plan.train), 'training task')}, {count_of(len(plan.val), 'validation task')}"
+    lines = [f"{plan.name}: {'its tasks are conversations' if _has_conversations(config) else counts}"]
     lines.append(f"agent: {plan.agent.path or plan.agent.identity}; runner {config.runner.use}")
     for algorithm in config.algorithm:
         agents = f", agents {algorithm.agents!r}" if algorithm.agents else ""

@@ -308,13 +308,13 @@ _FLAGS = ("quiet", "as_json", "has_console")
 _NAMES = {"as_json": "--json", "has_console": "--console"}
 
 
-def run_again(file: Path, settings: tuple[str, ...], *flags: str) -> str:
-    """Return the command line of the current ``agl run FILE``, with its flags, its ``--set`` options, and ``flags``."""
+def run_again(file: Path, settings: tuple[str, ...], *flags: str, verb: str = "run") -> str:
+    """Return ``agl run FILE``, or another verb, with the command's own flags and ``--set`` options, and ``flags``."""
     context = click.get_current_context()
     # The proposed command repeats the person's own options, so that it can be pasted.
     before = _given(context.find_root(), _OF_AGL)
     overrides = [word for setting in settings for word in ("--set", setting)]
-    return command(*before, "run", str(file), *overrides, *_given(context, _FLAGS), *flags)
+    return command(*before, verb, str(file), *overrides, *_given(context, _FLAGS), *flags)
 
 
 def _given(context: click.Context, names: tuple[str, ...]) -> list[str]:

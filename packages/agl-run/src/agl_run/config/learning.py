@@ -1,10 +1,15 @@
 """The table ``[learn.NAME]`` of an experiment file: the settings of `agl learn`, which other commands only check."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
-from agl.schemas import Record
+from agl.errors import ConfigError
+from agl.hints import did_you_mean
+from agl.schemas import Json, Record
+
+if TYPE_CHECKING:
+    from agl_run.config.sections import ExperimentConfig, ExperimentSection
 
 
 class SignalSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,3 +103,28 @@ class LearnSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     memory: Annotated[int, Meta(ge=2, description="write a number of conversations, at least 2")] = 400
     label: str = "production"
     gate: GateSettings = GateSettings()
+
+
+def learner_of(config: "ExperimentConfig") -> tuple[str, LearnSettings]:
+    """Return the name and the settings of the learner in an experiment file.
+
+    Raises:
+        ConfigError: The file has no ``[learn.NAME]`` or several of them, or no algorithm tunes one of its resources.
+    """
+    if len(config.learn) != 1:
+        there = f"has {len(config.learn)}: {', '.join(config.learn)}" if config.learn else "has none"
+        raise ConfigError(f"a learner needs one table [learn.NAME], and the file {there}")
+    ((name, settings),) = config.learn.items()
+    tuned = sorted({target for algorithm in config.algorithm for target in algorithm.tunes})
+    has_targets = all(algorithm.tunes for algorithm in config.algorithm)  # else the plan finds the only one there is
+    for target in settings.tunes:
+        if has_targets and target not in tuned:
+            hint = did_you_mean(target, tuned, otherwise=f"the algorithms tune {', '.join(tuned) or 'nothing'}")
+            raise ConfigError(f"learn.{name}.tunes has {target!r}, which no [[algorithm]] of the file tunes; {hint}")
+    return name, settings
+
+
+def example_tasks(section: "ExperimentSection") -> tuple[list[Json], list[Json]]:
+    """Return a training and a validation task, for checks of a learner's file before there are conversations."""
+    keys = dict.fromkeys((*section.hidden, section.group_key or "said"), "")
+    return [{"question": "first", **keys}], [{"question": "second", **keys}]
