@@ -35,6 +35,7 @@ class Customers:
         liked: How well each version answers.
         propose: Returns the version to propose from rated conversations, newest first; ``None`` for no proposal.
         users: The number of users; 0 for a new one in every conversation.
+        heavy: How many users ask 30 % of all questions.
         liars: The users who report the opposite of what they think, and the kinds about which they do.
         kinds: The kinds of questions.
         seed: Of all chance.
@@ -47,6 +48,7 @@ class Customers:
     propose: Callable[[Sequence[Conversation]], str | None]
     settings: LearnSettings
     users: int = 0
+    heavy: int = 0
     liars: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
     kinds: Sequence[str] = ("",)
     seed: int = 0
@@ -96,7 +98,8 @@ class Customers:
     def _converse(self) -> None:
         number = len(self.past)
         self.now += 1.0
-        user = f"u{self.chance.randrange(self.users)}" if self.users else f"u{number}"
+        first = self.heavy if self.heavy and self.chance.random() < 0.3 else self.users
+        user = f"u{self.chance.randrange(first)}" if self.users else f"u{number}"
         kind = self.chance.choice(self.kinds)
         split = self.learner.split
         point = int.from_bytes(blake2b(f"{split.salt}/{self.seed}/{user}".encode(), digest_size=8).digest()) / 2**64

@@ -208,15 +208,70 @@ def test_conversations_of_one_user_count_once() -> None:
 
 def test_excluded_users_do_not_count() -> None:
     def contradicting(past: Sequence[Conversation]) -> dict[str, str]:
-        return {"u0": "reports the opposite"}
+        return {each.user: "reports the opposite" for each in past if each.user == "u0"}
 
-    customers = serving({"old": 0.3, "new": 0.8}, proposes="new", tasks=0)
+    customers = serving({"old": 0.3, "new": 0.8}, proposes="new", tasks=0, share=(0.5,), units=5)
     customers.users, customers.contradicting = 20, contradicting
 
     learner = run(customers, 300)
 
     assert "u0" not in {unit.unit for unit in asyncio.run(learner.records.units("c1").read(customers.store)).values()}
-    assert any("u0" in line for line in customers.said)
+    assert 1 == sum("u0" in line for line in customers.said)
+    assert {"u0": "reports the opposite"} == learner.state.excluded
+
+
+def test_fall_is_noticed_without_the_excluded_users() -> None:
+    def liked(version: str, kind: str, number: int) -> float:
+        return 0.9 if number < 300 else 0.1
+
+    customers = serving(liked)
+    customers.users, customers.liars = 20, {f"u{n}": ("",) for n in range(10)}
+    customers.contradicting = lambda past: dict.fromkeys(customers.liars, "reports the opposite")
+
+    learner = run(customers, 400)
+
+    assert abs(learner.state.changed_at - 300) < 20
+
+
+def test_replay_ends_if_no_other_users_come() -> None:
+    customers = serving({"old": 0.3, "new": 0.8}, proposes="new")
+    customers.users = 6
+
+    run(customers, 200)
+
+    assert ["replay", "refused"] == stages(customers)
+
+
+def test_few_users_are_replayed_with_several_conversations_each() -> None:
+    customers = serving({"old": 0.3, "new": 0.8}, proposes="new", every=150)
+    customers.users = 20
+
+    learner = run(customers, 200)
+
+    pairs = asyncio.run(learner.records.pairs("c1").read(customers.store)).values()
+    assert len({pair.unit for pair in pairs}) == len(pairs) <= 20
+    assert any(0 < pair.old < 1 for pair in pairs)
+
+
+def test_canary_of_few_users_goes_on() -> None:
+    customers = serving({"old": 0.3, "new": 0.8}, proposes="new", tasks=0, share=(0.2, 0.5))
+    customers.users = 10
+
+    run(customers, 500)
+
+    assert ["replay", "canary", "canary", "watch"] == stages(customers)
+
+
+def test_users_who_come_again_count_again_after_a_fall() -> None:
+    def liked(version: str, kind: str, number: int) -> float:
+        return {"old": 0.6, "new": 0.9 if number < 700 else 0.1}[version]
+
+    customers = serving(liked, proposes="new", every=300, tasks=0, share=(0.5,))
+    customers.users = 80
+
+    run(customers, 1000)
+
+    assert ["watch", "suspicion", "rolled back"] == stages(customers)[-3:]
 
 
 def test_user_stays_excluded_while_the_ratings_contradict() -> None:
@@ -253,7 +308,7 @@ def test_every_change_of_the_users_is_dated() -> None:
 
 def test_served_version_is_suspected_after_every_fall() -> None:
     def liked(version: str, kind: str, number: int) -> float:
-        return (0.9, 0.5, 0.1)[number // 400] if version == "new" or number >= 400 else 0.3
+        return (0.9, 0.5, 0.1)[number // 400] if version == "new" else 0.2
 
     customers = serving(liked, proposes="new")
 

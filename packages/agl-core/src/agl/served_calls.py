@@ -45,7 +45,7 @@ class CallGate:
 
     @asynccontextmanager
     async def passed(self) -> AsyncGenerator[str]:
-        """Wait until the gate is open; yields the model version that then serves, and counts the call as in flight."""
+        """Wait until calls may pass; yields the model version that then serves, and counts the call as in flight."""
         self.held += 1
         try:
             while not self._open.is_set():
@@ -77,7 +77,7 @@ class CallGate:
         return True
 
     def resume(self, *, model_version: str = "", model: str = "") -> None:
-        """Open the gate; a non-empty ``model_version`` or ``model`` applies to all calls from now on."""
+        """Let calls pass again; a non-empty ``model_version`` or ``model`` applies to all calls from now on."""
         self.model_version = model_version or self.model_version
         self.model = model or self.model
         self._open.set()

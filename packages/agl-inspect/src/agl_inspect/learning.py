@@ -5,6 +5,7 @@ be computed again from the store to the last digit.
 """
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from agl.acceptance import Gate, error_for
 from agl_inspect.records.learning import Decision, GateRules, LearningCandidate, ReplayPair, ServedUnit
@@ -15,8 +16,8 @@ REGRESSION = "regression"
 SUSPICION_ERROR = 0.2
 """The error of a rollback during a suspicion: the versions before are known, so a wrong rollback costs little."""
 
-SUSPICION_BUDGET = 150
-"""Units after which a suspicion ends without a rollback."""
+SUSPICION_BUDGET = 100
+"""Units after which a suspicion ends: with a rollback if the versions before seem to be better."""
 
 
 def replay_gates(rules: GateRules, *, number: int, pairs: Sequence[ReplayPair]) -> dict[str, Gate]:
@@ -44,6 +45,19 @@ def add_pair(gates: dict[str, Gate], pair: ReplayPair, rules: GateRules) -> None
     if pair.kind:
         name = REGRESSION if is_regression else f"kind-{pair.kind}"
         _feed(gates.setdefault(name, Gate(error=rules.error)), pair)
+
+
+def mean_pair(pairs: Sequence[ReplayPair]) -> ReplayPair:
+    """Return the pair of one unit, whose rewards are the means over its replayed conversations."""
+    controls = [pair.control for pair in pairs if pair.control is not None]
+    return ReplayPair(
+        unit=pairs[0].unit,
+        kind=pairs[0].kind,
+        old=fmean(pair.old for pair in pairs),
+        new=fmean(pair.new for pair in pairs),
+        control=fmean(controls) if len(controls) == len(pairs) else None,
+        rollouts=[rollout for pair in pairs for rollout in pair.rollouts],
+    )
 
 
 def _feed(gate: Gate, pair: ReplayPair) -> None:

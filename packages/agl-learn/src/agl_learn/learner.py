@@ -13,6 +13,7 @@ serves half of a promotion. The labels follow the split; if a person moves a lab
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from agl_inspect.learning import (
     add_unit,
     decision_of,
     first_unit,
+    mean_pair,
     replay_gates,
     served_gates,
 )
@@ -123,7 +125,9 @@ class Learner:
         self._tried = [each.versions for each in candidates.values()]
         for identity in (self.state.current, self.state.watched):
             if identity:
-                self._ways[identity] = await _Way.load(self._store, self.records, candidates[identity])
+                way = await _Way.load(self._store, self.records, candidates[identity])
+                way.rated_at_pair = self.state.rated
+                self._ways[identity] = way
         for each in reversed(await self._history()):
             self._look_for_fall(each)
         if found is None:
@@ -182,6 +186,7 @@ class Learner:
         if way is None or way.stage == "replay" or conversation.reward is None:
             return
         unit = self._unit(conversation)
+        way.answers += _serves(conversation, way.candidate.versions)
         if conversation.user in self.state.excluded or unit in way.counted:
             return
         found = self.state.open.get(unit) or self._opened(unit, conversation, way.candidate)
@@ -199,7 +204,8 @@ class Learner:
     def _look_for_fall(self, conversation: Conversation) -> None:
         """Notice that the rewards of the served versions have fallen."""
         served = self.split.versions[self._settings.label]
-        if conversation.reward is None or not _serves(conversation, served):
+        is_excluded = conversation.user in self.state.excluded
+        if conversation.reward is None or is_excluded or not _serves(conversation, served):
             return
         self._fall.add(conversation.reward, at=conversation.started_at)
         if not self._fall.has_fallen:
@@ -258,7 +264,8 @@ class Learner:
             self._end(way, "withdrawn", f"{_title(harmful)}: {way.gates[harmful].words}", gate=harmful)
             return
         shares, gate = self._settings.gate.canary.share, way.gates["canary"]
-        is_due = way.served_at_share() >= self._settings.gate.canary.units
+        units = self._settings.gate.canary.units
+        is_due = way.served_at_share() >= units or way.answers >= 2 * units  # the same few users may come again
         if control.is_paused or not is_due or gate.evidence_of_harm > UNEASY:
             return
         higher = [share for share in shares if share > way.candidate.share]
@@ -283,8 +290,11 @@ class Learner:
         gate = way.gates[way.stage]
         if gate.verdict == "worse":
             self._end(way, "rolled back", f"worse than the versions before: {gate.words}", gate=way.stage)
+        elif gate.verdict == "undecidable" and gate.mean < 0:
+            reason = f"the rewards have fallen, and the versions before seem to be better: {gate.words}"
+            self._end(way, "rolled back", reason, gate=way.stage)
         elif way.stage == "suspicion" and gate.verdict != "open":
-            self._decide(way, "suspicion")
+            self._decide(way, way.stage)
             reason = f"the new versions are not the cause of the fall: {gate.words}"
             self._enter(way, "watch", share=1 - self._settings.gate.holdback, reason=reason)
 
@@ -420,6 +430,7 @@ class Learner:
             rules=rules,
         )
         way = _Way(candidate)
+        way.rated_at_pair = self.state.rated
         self._ways[candidate.id] = way
         self._set(replace(self.state, candidates=number, current=candidate.id))
         self._record(way, "replay", share=0.0, reason=f"proposed by {proposal.origin}")
@@ -443,25 +454,39 @@ class Learner:
             return
         gate, most = way.replay["replay"], self._settings.gate.replay.tasks
         way.rated_at_end = self.state.rated
-        if gate.count and (gate.mean <= gate.gain or (gate.needed or 0) > most):
+        is_hopeless = bool(gate.count) and (gate.mean <= gate.gain or (gate.needed or 0) > most)
+        if is_hopeless or self.state.rated - way.rated_at_pair >= self._settings.every:  # no other users come
             way.obstacle = gate.words
 
     async def _add_pairs(self, way: "_Way") -> None:
+        """Replay units one after another: of each its newest conversation, and if units are few, others like it."""
         done = {pair.unit for pair in way.pairs}
-        newest: dict[str, Conversation] = {}
+        found: dict[str, list[Conversation]] = {}
         for each in sorted(await self._history(), key=lambda each: each.started_at, reverse=True):
-            unit = self._unit(each)
-            if self._is_held_out(each) and unit not in done:
-                newest.setdefault(unit, each)
-        await self._run_pairs(way, list(newest.values()), done=done)
+            if self._is_held_out(each):
+                found.setdefault(self._unit(each), []).append(each)
+        most = max(1, self._settings.gate.replay.tasks // max(1, len(found)))
+        chosen = [
+            each
+            for unit, newest in found.items()
+            if unit not in done
+            for each in [other for other in newest if other.kind == newest[0].kind][:most]
+        ]
+        await self._run_pairs(way, chosen, done=done)
         if way.replay["replay"].verdict == "better":  # which leaves out the regression tasks behind the conversations
             await self._run_pairs(way, (), done={pair.unit for pair in way.pairs})
 
     async def _run_pairs(self, way: "_Way", held_out: Sequence[Conversation], *, done: Collection[str]) -> None:
         is_open = way.replay["replay"].verdict == "open"
+        sizes, found = Counter(map(self._unit, held_out)), list[ReplayPair]()
         async with aclosing(self._parts.replayer.pairs(way.candidate, held_out, done=done)) as pairs:
-            async for pair in pairs:
+            async for each in pairs:
+                found.append(each)
+                if len(found) < sizes[each.unit]:
+                    continue
+                pair, found = mean_pair(found), []
                 number = way.add_pair(pair)
+                way.rated_at_pair = self.state.rated
                 await self._store.save_state(self.records.pairs(way.candidate.id).states({entry_name(number): pair}))
                 if is_open and way.replay["replay"].verdict != "open":
                     return
@@ -603,11 +628,13 @@ class _Way:
         candidate: The candidate as recorded.
         pairs: The pairs of its replay.
         units: The units of its canary and watch.
-        counted: The names of these units.
+        counted: The names of the units of its present stage, in which each counts once.
         replay: The gates of its replay.
         gates: The gates of its present stage, if that serves it.
         obstacle: Why its replay ended without a verdict; ``""`` while it may go on.
         rated_at_end: The number of rated conversations when its replay had no further one to run; -1 before.
+        rated_at_pair: The number of rated conversations when its replay added a pair, or began.
+        answers: How many rated conversations got the candidate since its share last changed, or the learner started.
     """
 
     def __init__(
@@ -615,12 +642,15 @@ class _Way:
     ) -> None:
         self.candidate = candidate
         self.pairs, self.units = list(pairs), list(units)
-        self.counted = {unit.unit for unit in units}
+        self.counted: set[str] = set()
         self.replay = replay_gates(candidate.rules, number=candidate.number, pairs=pairs)
         self.gates: dict[str, Gate] = {}
         self.obstacle, self.rated_at_end = "", -1
+        self.rated_at_pair = self.answers = 0
         if candidate.moves and candidate.stage in _SERVED:
-            self.gates = served_gates(candidate.rules, candidate.stage, self.units[first_unit(candidate) :])
+            present = self.units[first_unit(candidate) :]
+            self.counted = {unit.unit for unit in present}
+            self.gates = served_gates(candidate.rules, candidate.stage, present)
 
     @classmethod
     async def load(cls, store: Store, records: LearningRecords, candidate: LearningCandidate) -> "_Way":
@@ -638,7 +668,9 @@ class _Way:
         """Add a move; a new stage begins with new gates."""
         is_new_stage = not self.candidate.moves or entry.stage != self.stage
         self.candidate = replace(self.candidate, moves=[*self.candidate.moves, entry])
+        self.answers = 0
         if is_new_stage and entry.stage in _SERVED:
+            self.counted = set()
             self.gates = served_gates(self.candidate.rules, entry.stage, ())
 
     def add_pair(self, pair: ReplayPair) -> int:

@@ -91,13 +91,13 @@ class LearningCandidate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class ReplayPair(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The rewards of the old and the new versions on one held-out conversation.
+    """The rewards of the old and the new versions on a unit's held-out conversations, as means over them.
 
     Attributes:
         unit: The user, or the conversation if the user is unknown.
         kind: The kind of the task; ``""`` if kinds are not distinguished.
         control: The reward of a second, identical run of the old versions; ``None`` without one.
-        rollouts: The ids of the rollouts behind the rewards: old, new, control.
+        rollouts: The ids of the rollouts behind the rewards: old, new, control, for each conversation.
     """
 
     unit: str
