@@ -26,7 +26,7 @@ import msgspec
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.contracts import ExperimentRecord
 from agl.errors import AglError, ConfigError, NotFoundError, RunError
-from agl.schemas import Json, Record, Resource, Weights, to_json
+from agl.schemas import Json, Record, Resource, to_json
 from agl_inspect.records.learning import LearningRound, entry_name
 from agl_inspect.records.state import load_experiment
 from agl_learn.contracts import Conversation, Proposal
@@ -46,6 +46,9 @@ LONGEST = 4_000
 """A proposed text may have this many characters, or ``GROWTH`` times those of the served text if that is more."""
 
 GROWTH = 4
+
+SEARCHES = ("apo", "gepa", "random")
+"""The prompt searches, which publish only what they have proven."""
 
 PASSAGE = 24
 """The fewest characters of a line that counts as quoted; shorter lines may be alike by chance."""
@@ -110,7 +113,7 @@ class TrainerProposer:
         record = await load_experiment(store, name)
         if record is not None and record.status == "finished":
             return
-        config = self._file.experiment(name, algorithms=self._algorithms)
+        config = self._file.experiment(name, algorithms=list(map(_without_proof, self._algorithms)))
         config = msgspec.structs.replace(config, reward=tuple(map(without_words, config.reward)))
         if config.experiment.store.startswith("memory:"):
             plan = self._file.plan(config, train=tasks.train, val=tasks.val)
@@ -214,11 +217,6 @@ def _parts(params: Mapping[str, Json]) -> list[tuple[str, dict[str, Any]]]:
 
 def _refusal_of(new: Resource, old: Resource) -> str:
     """Return why a resource may not replace the served one, from their kinds, sizes and placeholders."""
-    if isinstance(new, Weights):
-        return (
-            "a gateway serves two versions of a model only under two names; serve these weights under a name of their "
-            "own, publish them as an LLM with that model, and split the traffic by hand"
-        )
     if type(new) is not type(old):
         return f"it is a {type(new).__name__}, and the served version is a {type(old).__name__}"
     if not isinstance(new, TextResource) or not isinstance(old, TextResource):
@@ -231,6 +229,14 @@ def _refusal_of(new: Resource, old: Resource) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def _without_proof(algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the algorithm, a prompt search without a proof of its own: the learner compares on more conversations."""
+    if algorithm.use not in SEARCHES:
+        return algorithm
+    scoring = cast("dict[str, Json]", algorithm.params.get("scoring", {}))
+    return msgspec.structs.replace(algorithm, params={**algorithm.params, "scoring": {"error": 1, **scoring}})
 
 
 def _tunes(algorithm: AlgorithmConfig, names: Sequence[str]) -> bool:
