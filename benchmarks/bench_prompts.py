@@ -10,6 +10,8 @@ expected score of every prompt, so nothing here trusts what an algorithm says ab
 - *Reported minus true*: the score that the result file reports for its winner, less its expected score.
 - *Questions*: to the optimiser's model, in the whole run.
 - *Memorised and useless lines* of the winner: notes about one order, and lines that answer no rule of the world.
+- *Published without a gain*: runs on the world `STILL`, whose first prompt holds every rule, so that no text can be
+  better, that published another text.
 - *Wall time*: of one run with 8 workers and with 1, at 50 ms for each answer of the task model.
 
 `apo` and its constants were made on worlds with seeds below 120, none of which is measured here.
@@ -23,6 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+
+import msgspec
 
 import agl
 from agl.algorithms import algorithm
@@ -42,6 +46,10 @@ BUDGETS = {"easy": 600, "noisy": 1000, "sparse": 1000, "two-prompt": 1000, "memo
 FRESH = range(200, 240)
 """Seeds of the worlds and of the searches in them; nothing was ever tuned on one of these."""
 
+STILL = "cluttered"
+"""The world for runs that start from the solution, with `STILL_NOISE`; each of them may pay for 600 rollouts."""
+
+STILL_NOISE = 0.25
 CLOSED = 0.95
 HONEST = 0.02
 LATENCY_S = 0.05
@@ -91,6 +99,7 @@ class Run:
         memorised: Lines of the winner that note the answer of one order.
         useless: Lines of the winner that answer no rule.
         wall_s: Seconds that it took.
+        has_changed: Whether the winner differs from the first prompt.
     """
 
     rollouts: int
@@ -101,6 +110,7 @@ class Run:
     memorised: int
     useless: int
     wall_s: float
+    has_changed: bool
 
 
 def run_once(
@@ -112,17 +122,19 @@ def run_once(
     seed: int,
     workers: int = 16,
     latency_s: float = 0.0,
+    is_still: bool = False,
 ) -> Run:
-    """One experiment from start to end."""
+    """One experiment from start to end; with ``is_still`` it starts from the world's solution."""
+    first = world.solution() if is_still else world.seeds()
     with tempfile.TemporaryDirectory() as folder:
-        watch = Watch(world=world, algorithm=name, folder=Path(folder) / "run-1" / name)
+        watch = Watch(world=world, algorithm=name, folder=Path(folder) / "orders/run-1" / name)
         optimizer = {"base_url": server.base_url, "model": "editor"}
         trainer = agl.Trainer(
             name="orders",
-            algorithm=algorithm(name, tunes=list(world.seeds()), optimizer=optimizer, budget=budget),
+            algorithm=algorithm(name, tunes=list(first), optimizer=optimizer, budget=budget),
             store=MemoryStore("memory://"),
             n_runners=workers,
-            initial_resources=world.seeds(),
+            initial_resources=first,
             rewards=(order_reward(world),),
             hidden=HIDDEN,
             progress=Quiet(),
@@ -144,6 +156,7 @@ def run_once(
             memorised=sum(len(NOTE.findall(text)) for text in watch.best().values()),
             useless=useless_lines(world, watch.best()),
             wall_s=wall_s,
+            has_changed=watch.best() != {prompt: text.template for prompt, text in first.items()},
         )
 
 
@@ -221,6 +234,27 @@ def honesty_figures(runs: Sequence[tuple[str, Run]]) -> list[Figure]:
     return figures
 
 
+def still_figures(*, seeds: Sequence[int], quick: bool) -> list[Figure]:
+    """Share of the runs of each algorithm that published a text although none could be better."""
+    changed = dict.fromkeys(ALGORITHMS, 0)
+    for seed in seeds:
+        world = msgspec.structs.replace(WORLDS[STILL](seed), noise=STILL_NOISE)
+        with model_server(world, ScriptedOptimizer(seed=seed)) as server:
+            for name in ALGORITHMS:
+                run = run_once(name, world, server, budget=300 if quick else 600, seed=seed, is_still=True)
+                changed[name] += run.has_changed
+    return [
+        Figure(
+            name=f"nothing to gain: runs of {name} that published a text",
+            value=100 * count / len(seeds),
+            unit="%",
+            bar=20,
+            better="lower",
+        )
+        for name, count in changed.items()
+    ]
+
+
 def wall_figure(*, budget: int, seeds: Sequence[int]) -> Figure:
     """Median wall time of ``apo`` with eight workers over that with one, in turn in several worlds."""
     walls: dict[int, list[float]] = {1: [], 8: []}
@@ -253,4 +287,5 @@ def run(*, quick: bool = False) -> list[Figure]:
         figures += setting_figures(setting, runs)
         every += [(name, one) for name, found in runs.items() for one in found]
     wall = wall_figure(budget=200 if quick else 400, seeds=FRESH[:1] if quick else FRESH[:3])
-    return [*figures, *honesty_figures(every), wall]
+    still = still_figures(seeds=FRESH[:3] if quick else FRESH, quick=quick)
+    return [*figures, *still, *honesty_figures(every), wall]

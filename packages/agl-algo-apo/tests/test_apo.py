@@ -38,7 +38,7 @@ def test_apo_finds_the_rules_and_makes_them_live(optimize: Optimize, name: str, 
 @pytest.mark.parametrize("engine", ["jinja", "plain"])
 def test_apo_tunes_templates_of_every_engine(optimize: Optimize, engine: Any) -> None:
     world = msgspec.structs.replace(easy(1), engine=engine)
-    run = optimize(world, budget=250)
+    run = optimize(world, budget=350)
     assert world.gap_closed(run.best) > 0.5
 
 
@@ -259,14 +259,14 @@ def test_search_ends_when_the_agents_model_is_gone_and_keeps_what_it_found(optim
 
     def fault(rollout: Rollout) -> None:
         started.append(rollout.rollout_id)
-        if len(started) > 120:
+        if len(started) > 200:
             raise ConnectionRefusedError("the model's server is gone")
 
     world = easy(1)
     run = optimize(world, budget=600, fault=fault, runners=1)
     assert run.stop_reason.startswith("infrastructure:")
     assert world.gap_closed(run.best) > 0.3
-    assert len(run.paid) < 300
+    assert len(run.paid) < 400
 
 
 def test_agents_own_failures_are_scored_and_shown_to_the_critic(optimize: Optimize) -> None:
@@ -331,7 +331,7 @@ def test_tool_descriptions_are_tuned_and_keep_their_structure(optimize: Optimize
         ({"budget": {"calls": 2}}, "calls of the optimiser's model and needs at least 3"),
         ({"budget": {}}, "has no budget"),
         ({"budget": {"tokens": 3000}}, "one question to the optimiser's model takes up to 1.. tokens"),
-        ({"budget": {"money": 0.05, "prices": {"rollout": 0.001}}}, "needs at least 0.082, for 82 rollouts"),
+        ({"budget": {"money": 0.05, "prices": {"rollout": 0.001}}}, "needs at least 0.074, for 74 rollouts"),
         ({"budget": {"money": 1.0}}, "no prices"),
         ({"optimizer": {"base_url": "http://127.0.0.1:9/v1", "model": "x"}}, "does not answer"),
         ({"optimizer": {"base_url": "nowhere", "model": "x"}}, "is not a URL"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agl.schemas import PromptTemplate
 from agl_algo_apo.acceptance.deletion import changes, without
-from agl_algo_apo.acceptance.static_gate import identifiers_of
+from agl_algo_apo.acceptance.static_checks import identifiers_of
 from agl_algo_apo.measurement.evaluation import Evaluator
 from worlds.prompts import LINE, NOTE, cluttered, easy, line_of, memorising
 from worlds.prompts_optimizer import ScriptedOptimizer

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agl.errors import ConfigError
 from agl.schemas import JsonResource, ModelCall, PromptTemplate
 from agl.stores import MemoryStore
-from agl_algo_apo.acceptance.static_gate import TextRules, field_names, violation
+from agl_algo_apo.acceptance.static_checks import TextRules, field_names, violation
 from agl_algo_apo.texts.demonstrations import Demonstration, demonstrated, is_escapable
 from agl_algo_apo.texts.filled_templates import filled_template
 from agl_algo_apo.texts.lineage import resource_of, text_of
@@ -193,4 +193,4 @@ def test_demonstrations_in_messages_teach_what_no_feedback_says(optimize: Optimi
     drawn = [row for row in run.lineage if row.get("operator") == "demonstrate"]
     for row in drawn:
         assert [each["rollout"] for each in row["demonstrations"]["clerk_prompt"]] == row["journal"]["evidence"]
-        assert ["static gate", "gate on failures of its parent"] == [g["gate"] for g in row["journal"]["gates"][:2]]
+        assert ["static checks", "trial on failures of its parent"] == [c["name"] for c in row["journal"]["checks"][:2]]

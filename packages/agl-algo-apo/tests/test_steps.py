@@ -29,18 +29,18 @@ def paid_for(run: Any, row: Any, mode: str) -> list[Rollout]:
     return [rollout for rollout in run.paid if (rollout.mode, rollout.resources["clerk_prompt"]) == (mode, version)]
 
 
-def test_no_reward_is_paid_twice_and_only_what_passes_the_gate_is_raced(optimize: Optimize) -> None:
-    run = optimize(noisy(3), budget=400)
+def test_no_reward_is_paid_twice_and_only_what_passes_its_trial_is_raced(optimize: Optimize) -> None:
+    run = optimize(noisy(3), budget=600)
     places = Counter(
         (rollout.resources["clerk_prompt"], rollout.mode, str(rollout.task), REPEAT.findall(rollout.rollout_id)[0])
         for rollout in run.paid
     )
     assert {1} == set(places.values())
-    gated = [row for row in run.lineage if row.get("reason", "").startswith("gate:")]
-    early = [row for row in run.lineage if row.get("reason", "").endswith("on 8 validation tasks")]
-    assert gated
+    failed = [row for row in run.lineage if row.get("reason", "").startswith("trial:")]
+    early = [row for row in run.lineage if "on 8 validation tasks" in row.get("reason", "")]
+    assert failed
     assert early
-    assert all(not paid_for(run, row, "val") and paid_for(run, row, "train") for row in gated)
+    assert all(not paid_for(run, row, "val") and paid_for(run, row, "train") for row in failed)
     assert all(8 == len({str(r.task) for r in paid_for(run, row, "val")}) for row in early if row["status"] == "beaten")
     assert 3 == max(Counter(row["step"] for row in run.lineage if row.get("operator") == "edit").values())
 
@@ -62,7 +62,7 @@ def test_critics_are_shown_failures_only_and_each_failure_to_one_of_them(optimiz
     assert sum(map(len, first)) == len(set[str]().union(*first)) > 3
 
 
-def test_best_text_is_on_disk_as_soon_as_it_is_better(optimize: Optimize, tmp_path: Path) -> None:
+def test_text_is_on_disk_as_soon_as_it_is_proven_better(optimize: Optimize, tmp_path: Path) -> None:
     path = tmp_path / "run/runs/orders/run-1/apo/best/clerk_prompt.txt"
     seen: dict[str, None] = {}
 
@@ -72,7 +72,7 @@ def test_best_text_is_on_disk_as_soon_as_it_is_better(optimize: Optimize, tmp_pa
 
     run = optimize(budget=250, fault=fault, publish="end")
     chosen = [row["texts"]["clerk_prompt"] for row in run.lineage if row["status"] == "pool"]
-    assert len(seen) > 2
+    assert len(seen) > 1
     assert set(seen) <= set(chosen)
     assert chosen[0] == next(iter(seen))
 

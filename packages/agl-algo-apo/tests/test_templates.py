@@ -1,4 +1,4 @@
-"""The static gate: what must stay, what is rejected, and that nothing is repaired."""
+"""The static checks: what must stay, what is rejected, and that nothing is repaired."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agl.errors import ConfigError
 from agl.schemas import JsonResource, PromptTemplate
-from agl_algo_apo.acceptance.static_gate import TextRules, check_fields, check_seed, field_names, task_text, violation
+from agl_algo_apo.acceptance.static_checks import TextRules, check_fields, check_seed, field_names, task_text, violation
 
 F_STRING = TextRules(
     name="p", seed=PromptTemplate(template='Answer {question} as {{"answer": 1}} for {user[name]!r:>4}.')

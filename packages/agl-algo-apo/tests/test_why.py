@@ -35,7 +35,7 @@ def searched(optimize: Optimize, tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("use", "budget"), [("apo", 240), ("gepa", 190), ("random", 190)])
-def test_every_candidate_is_listed_with_its_gates_and_all_of_its_costs(
+def test_every_candidate_is_listed_with_its_checks_and_all_of_its_costs(
     searched: Callable[..., Any], use: str, budget: int
 ) -> None:
     if use == "gepa":
@@ -49,18 +49,18 @@ def test_every_candidate_is_listed_with_its_gates_and_all_of_its_costs(
     assert spent["calls"] >= sum(c["optimizer"]["calls"] for c in listed) > len(listed) / 2
     assert all(c["optimizer"]["tokens"] > 100 for c in listed if c["optimizer"]["calls"])
     assert 0 < sum(c["agent"]["money"] + c["optimizer"]["money"] for c in listed) <= spent["money"]
-    compared = [gate for c in listed for gate in c["gates"] if gate["score"] is not None]
+    compared = [check for c in listed for check in c["checks"] if check["score"] is not None]
     assert compared
-    assert all(gate["gain"]["low"] <= gate["gain"]["mean"] <= gate["gain"]["high"] for gate in compared)
-    assert all(abs(gate["score"] - gate["rival_score"] - gate["gain"]["mean"]) < 1e-9 for gate in compared)
+    assert all(check["gain"]["low"] <= check["gain"]["mean"] <= check["gain"]["high"] for check in compared)
+    assert all(abs(check["score"] - check["rival_score"] - check["gain"]["mean"]) < 1e-9 for check in compared)
     accepted = [c for c in listed[1:] if c["status"] == "pool"]
     assert accepted
-    assert all(any(gate["has_passed"] and gate["gain"] for gate in c["gates"]) for c in accepted)
+    assert all(any(check["has_passed"] and check["gain"] for check in c["checks"]) for c in accepted)
     lost = [c for c in listed if c["status"] == "beaten" and not c["reason"].startswith("became part")]
-    assert all(any(not gate["has_passed"] for gate in c["gates"]) for c in lost)
+    assert all(any(not check["has_passed"] for check in c["checks"]) for c in lost)
 
 
-def test_detail_of_a_version_holds_critique_rollouts_gates_and_scores_of_its_candidate(
+def test_detail_of_a_version_holds_critique_rollouts_checks_and_scores_of_its_candidate(
     searched: Callable[..., Any],
 ) -> None:
     run, agl = searched(budget=250)
@@ -76,7 +76,7 @@ def test_detail_of_a_version_holds_critique_rollouts_gates_and_scores_of_its_can
     assert f"candidate {edits[0]['id']} (edit of {edits[0]['parents'][0]}, step {edits[0]['step']})" in text
     assert f"from the rollouts: {', '.join(edits[0]['journal']['evidence'])}" in text
     assert f"critique: {edits[0]['critique']}" in text
-    assert "passed static gate\n" in text
+    assert "passed static checks\n" in text
     assert "1 question to the optimiser's model with" in text
     by_id = agl("resources", "show", "clerk_prompt", edits[0]["id"]).stdout
     assert text == by_id
@@ -113,7 +113,7 @@ def test_refused_candidate_is_shown_with_the_rule_that_it_breaks_and_no_rollout(
     assert detail.endswith(f"\n{refused[0]['texts']['clerk_prompt']}\n")
 
 
-def test_demonstrations_are_listed_and_shown_with_their_rollouts_and_gates(searched: Callable[..., Any]) -> None:
+def test_demonstrations_are_listed_and_shown_with_their_rollouts_and_checks(searched: Callable[..., Any]) -> None:
     run, agl = searched(demonstrable(2), budget=300, demonstrations={"most": 3}, seed=2)
     drawn = next(row for row in run.lineage if row.get("operator") == "demonstrate" and row["status"] == "pool")
     table = agl("resources", "list", "clerk_prompt", "--why").stdout.splitlines()
@@ -122,7 +122,7 @@ def test_demonstrations_are_listed_and_shown_with_their_rollouts_and_gates(searc
     detail = agl("resources", "show", "clerk_prompt", drawn["id"]).stdout
     assert f"candidate {drawn['id']} (demonstrate of {drawn['parents'][0]}, step {drawn['step']}): accepted: " in detail
     assert f"from the rollouts: {', '.join(drawn['journal']['evidence'])}" in detail
-    assert "passed gate on failures of its parent: " in detail
+    assert "passed trial on failures of its parent: " in detail
     assert "\nExamples of good answers:\n\nInput: " in detail
     report = agl("resources", "report", "clerk_prompt").stdout
     assert f"\n| {drawn['id']} | " in report

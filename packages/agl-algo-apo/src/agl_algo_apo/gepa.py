@@ -26,10 +26,11 @@ from importlib import import_module
 from typing import Any
 
 from agl.errors import ConfigError
-from agl_algo_apo.acceptance.contest import note_gate
-from agl_algo_apo.acceptance.static_gate import task_text
+from agl_algo_apo.acceptance.contest import note_check
+from agl_algo_apo.acceptance.proof import judge
+from agl_algo_apo.acceptance.static_checks import task_text
 from agl_algo_apo.measurement.evaluation import MeasureJob
-from agl_algo_apo.measurement.journal import GateReport
+from agl_algo_apo.measurement.journal import CheckReport
 from agl_algo_apo.measurement.scores import Measured, Split
 from agl_algo_apo.proposals.answers import before_text
 from agl_algo_apo.proposals.evidence import EvidenceRun, read_run
@@ -58,7 +59,8 @@ class GEPA(PromptSearch):
             budget. In a schedule that alternates, other algorithms take their turns in between.
         use_merge: Merge candidates that are good at different tasks.
         patience: Consecutive phases without an improvement that end the search.
-        scoring: The scale of rewards and the final measurement: ``perfect``, ``failure``, ``reserve``, ``test``.
+        scoring: The scale of rewards, the final measurement and the error: ``perfect``, ``failure``, ``reserve``,
+            ``test``, ``error``.
         publish: Make the best texts live after every ``improvement`` of a phase, or only at the ``end``.
         texts: The rules for texts: ``invariants``, ``filled``, ``max_chars``, ``roles``.
     """
@@ -267,7 +269,7 @@ class GepaPhase:
         return ""
 
     def _enter(self, candidate: PromptCandidate) -> None:
-        """Add a candidate to the pool; if it is the best so far, make it the search's best and write it out."""
+        """Add a candidate to the pool; if it is the best so far, let the gate decide whether it is the winner."""
         search = self._search
         # Measured again after a resume; it has already been recorded.
         if candidate.status == "pool":
@@ -275,19 +277,22 @@ class GepaPhase:
         # P of algorithm 1: the pool from whose front the library draws parents.
         candidate = search.lineage.put(candidate.replace(status="pool"))
         self._note_minibatch(candidate, has_passed=True)
-        # S of the paper, averaged: the front decides on parents, the mean on the texts to publish.
+        search.progress.raced.append(candidate.id)
+        # S of the paper, averaged: the front decides on parents, the mean on the best candidate.
         means = [search.evaluator.mean(owner, "val") for owner in (candidate.id, search.progress.best)]
         is_best = means[0] > means[1]
-        gate = "best on all validation tasks"
-        report = GateReport(gate=gate, has_passed=is_best, step=self._step, rival=search.progress.best)
-        note_gate(search, candidate.id, report, split="val", tasks=search.order)
+        name = "best on all validation tasks"
+        report = CheckReport(name=name, has_passed=is_best, step=self._step, rival=search.progress.best)
+        note_check(search, candidate.id, report, split="val", tasks=search.order)
         if is_best:
             search.progress.best = candidate.id
-            write_best(search.context.workdir, candidate.texts)
+            judge(search, self._step)
+            # Whatever happens to the rest of the phase, the winner is on disk.
+            write_best(search.context.workdir, search.winner.texts)
 
     def _note_minibatch(self, candidate: PromptCandidate, *, has_passed: bool) -> None:
         """Record how a candidate compares with its parent on the training tasks that both have run."""
         search = self._search
         rival = candidate.parents[0] if candidate.parents else search.progress.seed
-        report = GateReport(gate="gate on its minibatch", has_passed=has_passed, step=self._step, rival=rival)
-        note_gate(search, candidate.id, report, split="train", tasks=range(len(search.context.train)))
+        report = CheckReport(name="trial on its minibatch", has_passed=has_passed, step=self._step, rival=rival)
+        note_check(search, candidate.id, report, split="train", tasks=range(len(search.context.train)))

@@ -1,7 +1,7 @@
 """Random search: rewrites without evidence, kept if they are better. Every other optimiser has to beat this one.
 
 One step: the editor rewrites one text of the best candidate without having seen any run. The proposal passes the same
-static gate and the same race as in `apo.py`. It pays nothing for training tasks, because it learns from none. So
+static checks and the same race as in `apo.py`. It pays nothing for training tasks, because it learns from none. So
 another optimiser's gain over this one at the same budget is the value of its evidence.
 """
 
@@ -30,7 +30,8 @@ class RandomSearch(PromptSearch):
         beam_rounds: The most steps; 0 for no limit but the budget.
         val_batch_size: Validation tasks in the first slice of a race.
         patience: Consecutive steps without an improvement that end the search.
-        scoring: The scale of rewards and the final measurement: ``perfect``, ``failure``, ``reserve``, ``test``.
+        scoring: The scale of rewards, the final measurement and the error: ``perfect``, ``failure``, ``reserve``,
+            ``test``, ``error``.
         publish: Make the best texts live at every ``improvement``, or only at the ``end``.
         texts: The rules for texts: ``invariants``, ``filled``, ``max_chars``.
         requests: A file that replaces the request ``rewrite``.
@@ -75,7 +76,7 @@ class RandomSearch(PromptSearch):
         # The seed of the question follows from the step, so a repeated step finds the answer that is already paid for.
         written = (await self.ask_editor([(request, self.question_seed(step, "rewrite"))]))[0]
         child: PromptCandidate | None = None
-        if written.text is not None:  # the answer held a text; the static gate may still refuse it
+        if written.text is not None:  # the answer held a text; the static checks may still refuse it
             texts = {**best.texts, name: written.text}
             proposal = self.proposal([best], texts, step=step, operator="rewrite", critique=written.critique)
             child = await self.screen(proposal, best, origin=Origin(spent=written.spent))

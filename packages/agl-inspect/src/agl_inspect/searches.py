@@ -45,11 +45,11 @@ class Interval(Record, frozen=True, kw_only=True, omit_defaults=False):
         return f"{self.mean:.3f}{ends(self.low, self.high)} n={self.n}"
 
 
-class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The outcome of one gate, which is a test of a candidate by a search.
+class Check(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The outcome of one check or race of a candidate by a search.
 
     Attributes:
-        gate: The gate's name.
+        name: The name of the check or race.
         rival: The id of the candidate to beat.
         score: The candidate's mean reward.
         rival_score: The rival's mean reward on the same tasks.
@@ -57,7 +57,7 @@ class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
         reason: The search's own explanation.
     """
 
-    gate: str
+    name: str
     has_passed: bool
     step: int
     rival: str = ""
@@ -68,8 +68,8 @@ class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def words(self) -> str:
-        """The outcome of the gate in one line."""
-        parts = [f"{'passed' if self.has_passed else 'failed'} {self.gate}"]
+        """The outcome of the check in one line."""
+        parts = [f"{'passed' if self.has_passed else 'failed'} {self.name}"]
         if self.score is not None and self.rival_score is not None:
             parts.append(f"{self.score:.3f} against {self.rival_score:.3f} of {self.rival}")
         if (gain := self.gain) is not None:
@@ -108,7 +108,7 @@ class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
     versions: dict[str, str] = {}
     published: tuple[str, ...] = ()
     evidence: tuple[str, ...] = ()
-    gates: tuple[Gate, ...] = ()
+    checks: tuple[Check, ...] = ()
     scores: dict[str, Interval] = {}
     agent: Spending = Spending()
     optimizer: Spending = Spending()
@@ -120,8 +120,8 @@ class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def why(self) -> str:
-        """The reason for the decision: the search's explanation, or else the outcome of the last gate."""
-        return self.reason or (self.gates[-1].words if self.gates else "")
+        """The reason for the decision: the search's explanation, or else the outcome of the last check."""
+        return self.reason or (self.checks[-1].words if self.checks else "")
 
     @property
     def money(self) -> float:
@@ -143,7 +143,7 @@ class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
             yield f"from the rollouts: {', '.join(self.evidence)}"
         if self.critique:
             yield f"critique: {textwrap.shorten(self.critique, 1200, placeholder='…')}"
-        yield from (f"step {gate.step}: {gate.words}" for gate in self.gates)
+        yield from (f"step {check.step}: {check.words}" for check in self.checks)
         yield from (f"score on {how}: {score.words}" for how, score in self.scores.items())
         yield (
             f"cost: {count_of(self.agent.rollouts, 'rollout')} of the agent with {self.agent.tokens} tokens, "
@@ -157,7 +157,7 @@ class Search(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         candidates: All candidates in order of proposal, whichever resource they changed.
-        best: Id of the best candidate so far; at the end of the search, of the winner.
+        winner: Id of the last candidate that was proven better than the first one; until then, of the first one.
         spent: The whole cost, including answers that gave no candidate and the trainer's validations.
         stop_reason: The reason why the search ended; ``""`` while it runs.
     """
@@ -166,7 +166,7 @@ class Search(Record, frozen=True, kw_only=True, omit_defaults=False):
     run: int
     algorithm: str
     candidates: list[Candidate]
-    best: str = ""
+    winner: str = ""
     spent: Spending = Spending()
     stop_reason: str = ""
 
@@ -212,7 +212,7 @@ class _Saved(Record, frozen=True, kw_only=True):
 class _Progress(Record, frozen=True, kw_only=True):
     """The part of a search's progress that this module reads."""
 
-    best: str = ""
+    winner: str = ""
 
 
 async def searches_in(store: Store, experiment: ExperimentRecord) -> list[Search]:
@@ -229,7 +229,7 @@ async def searches_in(store: Store, experiment: ExperimentRecord) -> list[Search
                 run=int(run),
                 algorithm=algorithm,
                 candidates=[],
-                best=msgspec.json.decode(saved.state.get("progress", b"{}"), type=_Progress).best,
+                winner=msgspec.json.decode(saved.state.get("progress", b"{}"), type=_Progress).winner,
                 spent=msgspec.json.decode(saved.state.get("spent", b"{}"), type=Spending),
                 stop_reason=saved.stop_reason,
             )

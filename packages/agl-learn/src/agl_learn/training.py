@@ -47,6 +47,9 @@ LONGEST = 4_000
 
 GROWTH = 4
 
+SEARCHES = ("apo", "gepa", "random")
+"""The prompt searches, which publish only what they have proven."""
+
 PASSAGE = 24
 """The fewest characters of a line that counts as quoted; shorter lines may be alike by chance."""
 
@@ -110,7 +113,7 @@ class TrainerProposer:
         record = await load_experiment(store, name)
         if record is not None and record.status == "finished":
             return
-        config = self._file.experiment(name, algorithms=self._algorithms)
+        config = self._file.experiment(name, algorithms=list(map(_without_proof, self._algorithms)))
         config = msgspec.structs.replace(config, reward=tuple(map(without_words, config.reward)))
         if config.experiment.store.startswith("memory:"):
             plan = self._file.plan(config, train=tasks.train, val=tasks.val)
@@ -231,6 +234,14 @@ def _refusal_of(new: Resource, old: Resource) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def _without_proof(algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the algorithm, a prompt search without a proof of its own: the learner compares on more conversations."""
+    if algorithm.use not in SEARCHES:
+        return algorithm
+    scoring = cast("dict[str, Json]", algorithm.params.get("scoring", {}))
+    return msgspec.structs.replace(algorithm, params={**algorithm.params, "scoring": {"error": 1, **scoring}})
 
 
 def _tunes(algorithm: AlgorithmConfig, names: Sequence[str]) -> bool:

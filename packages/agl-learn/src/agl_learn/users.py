@@ -8,9 +8,8 @@ Expectation-maximisation (Dempster, Laird and Rubin 1977) finds both the users w
 ratings then count the other way round: first for all ratings, then for those about each kind of task, because users may
 agree to spoil one kind only.
 
-Users are named only if the ratings of everyone are much likelier with contradicting users than without, and then only
-as many as leave a small expected share of honest users among them. So the number of users and of kinds is accounted
-for.
+As many users are named as leave a small expected share of honest ones among them, so the number of users is accounted
+for. In doubt m is moved towards 1/2, because otherwise chance alone would divide honest users into two camps.
 
 Users can be told apart only where most users agree. At a rate near 1/2 both kinds of users say the same. With 20
 conversations for each user, a share of 0.7 that say 1 is the least that suffices. Where most users of a kind contradict
@@ -22,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from agl.acceptance import odds_text
 from agl.hints import count_of
 from agl_learn.contracts import Conversation
 
@@ -37,8 +37,8 @@ _PRIOR = 0.05
 _FALSE = 0.05
 """The largest expected share of honest users among the named ones."""
 
-_EVIDENCE = math.log(400)
-"""The log of the odds at which contradicting users explain the ratings of everyone better, for a single test."""
+_OVERWHELMING = math.log(1e9)
+"""The log of the greatest odds that are shown."""
 
 _ROUNDS = 20
 _UNCHANGED = 0.02
@@ -60,12 +60,6 @@ class _Fit(NamedTuple):
         """Return the log of the odds that a user contradicts."""
         return self.contradicts[user] - self.agrees[user]
 
-    def total(self, share: float) -> float:
-        """Return the log of the probability of all ratings, if a share of all users contradicts."""
-        return sum(
-            _log_sum(self.agrees[u] + math.log(1 - share), self.contradicts[u] + math.log(share)) for u in self.agrees
-        )
-
 
 def contradicting(conversations: Iterable[Conversation]) -> dict[str, str]:
     """Return the users whose ratings contradict those of the others, each with the reason in words.
@@ -75,11 +69,10 @@ def contradicting(conversations: Iterable[Conversation]) -> dict[str, str]:
     rated = [each for each in conversations if each.user and each.is_explicit and each.reward is not None]
     rated.sort(key=lambda each: (each.started_at, each.rollout_id))
     kinds = sorted({each.kind for each in rated})
-    tests = 1 + len(kinds)
-    named = _contradicting(rated, tests=tests, about="")
+    named = _contradicting(rated, about="")
     for kind in kinds if len(kinds) > 1 else ():
         own = [each for each in rated if each.kind == kind and each.user not in named]
-        named |= _contradicting(own, tests=tests, about=f" about {kind!r}")
+        named |= _contradicting(own, about=f" about {kind!r}")
     return named
 
 
@@ -92,7 +85,7 @@ def limit_per_user(conversations: Sequence[Conversation], limit: int) -> list[Co
     return [each for each in conversations if each.rollout_id in chosen]
 
 
-def _contradicting(rated: Sequence[Conversation], *, tests: int, about: str) -> dict[str, str]:
+def _contradicting(rated: Sequence[Conversation], *, about: str) -> dict[str, str]:
     """Return the contradicting users among those of the ratings, which are sorted by time."""
     if not rated:
         return {}
@@ -100,7 +93,7 @@ def _contradicting(rated: Sequence[Conversation], *, tests: int, about: str) -> 
     for each in rated:
         groups[each.kind, tuple(sorted(each.versions.items()))].append(each)
     doubt: dict[str, float] = {}
-    plain = fit = _fit(groups.values(), doubt)
+    fit = _fit(groups.values(), doubt)
     share = _PRIOR
     for _ in range(_ROUNDS):
         before, doubt = doubt, fit.doubt(share)
@@ -108,8 +101,6 @@ def _contradicting(rated: Sequence[Conversation], *, tests: int, about: str) -> 
         fit = _fit(groups.values(), doubt)
         if all(abs(doubt[user] - before.get(user, 0.0)) < _UNCHANGED for user in doubt):
             break
-    if fit.total(share) - sum(plain.agrees.values()) < _EVIDENCE + math.log(tests):
-        return {}
     named = _doubtful(fit.doubt(share))
     return {user: _reason(rated, user, about=about, odds=fit.odds(user)) for user in named}
 
@@ -187,13 +178,9 @@ def _doubtful(doubt: Mapping[str, float]) -> list[str]:
 def _reason(rated: Sequence[Conversation], user: str, *, about: str, odds: float) -> str:
     count = sum(each.user == user for each in rated)
     conversations = count_of(count, "conversation")
-    evidence = f"{math.exp(odds):,.0f}" if odds < math.log(1e6) else "more than 1,000,000"
-    return f"ratings in {conversations}{about} contradict those of the other users, evidence {evidence} to 1"
+    evidence = odds_text(math.exp(min(odds, _OVERWHELMING)))
+    return f"ratings in {conversations}{about} contradict those of the other users, evidence {evidence}"
 
 
 def _logit(share: float) -> float:
     return math.log(share / (1 - share))
-
-
-def _log_sum(one: float, other: float) -> float:
-    return max(one, other) + math.log1p(math.exp(-abs(one - other)))

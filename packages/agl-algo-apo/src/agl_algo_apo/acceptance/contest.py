@@ -1,44 +1,41 @@
-"""Accepts candidates: a candidate that wins its race joins the pool, and the best of all is the search's best.
+"""Races candidates: a candidate that wins its race joins the pool, and the best of all is the search's best.
 
     contest   races proposals against their parent. Each winner becomes a parent of later proposals (status ``pool``).
               The best winner becomes the search's best, after beating it if the parent was another candidate
     race      compares candidates with a rival on growing slices of the validation set, and stops as soon as a candidate
               is decided; every verdict goes into the journal of its candidate
 
-`static_gate.py` decides which candidates may enter a race at all. Every comparison is paired: the same tasks for both,
-and known rewards are used again. With d_t the reward of the entrant minus that of the rival on task t, over the n tasks
-of the slices so far:
+`static_checks.py` decides which candidates may race at all, and `proof.py` whether the best one is better than the
+first prompt. Every comparison is paired: the same tasks for both, and known rewards are used again. With d_t the reward
+of the entrant minus that of the rival on task t, `agl.Gate` gives the odds that the mean of d_t is above 0 (evidence)
+and that it is below 0 (evidence of harm).
 
-    mean  = sum(d_t) / n
-    error = stdev(d_t) / sqrt(n)            the standard error of the mean; stdev divides by n - 1
+A race claims nothing. It decides what is worth further rollouts, so little evidence is enough. Its differences are
+divided by the largest |d_t| so far, because bets gain little on small differences, and rollouts are scarce:
 
-    mean >= 2 * error and mean > 0          won, at once              (`CLEAR_WIN`)
-    mean < -1 * error                       lost, at once             (`CLEAR_LOSS`)
-    mean >= 0.5 * error and mean > 0        won, on the last slice    (`FINAL_WIN`); otherwise lost
+    evidence of harm >= 1.5 to 1         lost, at once                  (`DOUBT`); also if all d_t are 0
+    evidence >= 2.5 to 1                 won, at once                   (`CLEAR`)
+    evidence > 1 to 1                    won, on the last slice; otherwise lost
 
-A text in which a change is undone need not be better, because the change has to earn its place. It loses to the text
-with the change if
+A text in which a change is undone need not be better, because the change has to earn its place: it wins on the last
+slice, unless it has lost before.
 
-    mean < -2 * error                       at once                   (`CLEAR_WIN`, of the change)
-    mean < -1 * error                       on the last slice         (`CLEAR_LOSS`); otherwise it wins
-
-Pairing removes the differences between tasks, which are most of the noise: some tasks are hard for both. The idea is
-that of Hoeffding races (Maron and Moore 1994), with slices that double as in successive halving (Jamieson and Talwalkar
-2016, arXiv 1502.07943).
-
-Deviation: the bounds are plain standard errors, not corrected for repeated looks. They decide what is worth further
-rollouts; fresh rollouts measure how good the winner is (`acceptance/final_measurement.py`).
+Pairing removes the differences between tasks, which are most of the noise: some tasks are hard for both. The idea of
+the race is that of Hoeffding races (Maron and Moore 1994), with slices that double as in successive halving (Jamieson
+and Talwalkar 2016, arXiv 1502.07943).
 """
 
 from __future__ import annotations
 
-import math
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from agl.acceptance import Gate, odds_text
 from agl.schemas import Record
 from agl_algo_apo.measurement.evaluation import MeasureJob
-from agl_algo_apo.measurement.journal import GateReport, compared
+from agl_algo_apo.measurement.journal import CheckReport, compared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,17 +44,11 @@ if TYPE_CHECKING:
     from agl_algo_apo.search.tools import SearchTools
     from agl_algo_apo.texts.lineage import PromptCandidate
 
-CLEAR_WIN = 2.0
-"""Standard errors above zero at which an entrant wins early; high, because a wrong win misleads all later steps."""
+CLEAR = 2.5
+"""Odds at which an entrant wins early; higher, because a wrong win misleads all later steps."""
 
-FINAL_WIN = 0.5
-"""Standard errors above zero that an entrant needs to win on the last slice.
-
-Less would be chance, and would let a text grow without limit.
-"""
-
-CLEAR_LOSS = 1.0
-"""Standard errors below zero at which an entrant loses early; low, because a wrong defeat costs only one entrant."""
+DOUBT = 1.5
+"""Odds of harm at which an entrant leaves; low, because a wrong defeat costs only one entrant."""
 
 RACES: Mapping[str, str] = {
     "race": "race against the parent",
@@ -79,16 +70,19 @@ class Verdict(Record, frozen=True, kw_only=True):
         has_won: True if the entrant beat its rival.
         difference: Mean reward difference on the tasks that were compared.
         n: The number of tasks that were compared.
+        evidence: The odds that the entrant is better.
     """
 
     has_won: bool
     difference: float  # mean(d_t)
     n: int
+    evidence: float = 1.0
 
     @property
     def words(self) -> str:
         """The verdict as a phrase that the lineage shows as the reason."""
-        return f"{'better' if self.has_won else 'not better'} by {self.difference:+.3f} on {self.n} validation tasks"
+        better = "better" if self.has_won else "not better"
+        return f"{better} by {self.difference:+.3f} on {self.n} validation tasks, evidence {odds_text(self.evidence)}"
 
 
 def slices(order: Sequence[int], first: int) -> list[tuple[int, ...]]:
@@ -172,6 +166,7 @@ async def race(
     verdicts: dict[str, Verdict] = {}
     decided_on: dict[str, tuple[int, ...]] = {}
     running, scores = list(entrants), search.evaluator.scores
+    search.progress.raced += [entrant.id for entrant in entrants if entrant.id not in search.progress.raced]
     for number, tasks in enumerate(rungs):
         if not running:  # all are decided: the larger slices cost nothing
             break
@@ -189,35 +184,29 @@ async def race(
                 running.remove(candidate)
     for candidate, verdict in verdicts.items():  # after all rungs: a race that the budget cuts notes nothing
         # The journal gets both means, and the paired gain with its interval.
-        report = GateReport(gate=RACES[purpose], has_passed=verdict.has_won, step=step, rival=rival.id)
-        note_gate(search, candidate, report, split="val", tasks=decided_on[candidate])
+        report = CheckReport(name=RACES[purpose], has_passed=verdict.has_won, step=step, rival=rival.id)
+        note_check(search, candidate, report, split="val", tasks=decided_on[candidate])
     return verdicts
 
 
 def _verdict_on(values: Sequence[float], *, is_last: bool, may_tie: bool) -> Verdict | None:
     """Return the verdict for an entrant's paired differences on the tasks so far; ``None`` while it is undecided."""
-    n = len(values)
-    if not n:
-        return Verdict(has_won=False, difference=0.0, n=0)  # nothing was measured for both, so nothing speaks for it
-    mean = fmean(values)  # of d_t, in rewards
-    error = stdev(values) / math.sqrt(n) if n > 1 else math.inf  # s / sqrt(n); one task decides nothing early
+    largest = max(map(abs, values), default=0.0)  # max |d_t|
+    gate = Gate(span=largest or 1.0)
+    for value in values:
+        gate.update(0.0, value)
+    verdict = Verdict(has_won=False, difference=fmean(values) if values else 0.0, n=len(values), evidence=gate.evidence)
     # Equal on every task so far: more tasks rarely change that, and each costs a rollout. If a tie is enough the race
     # continues, because a tie has to hold on all tasks.
-    is_equal = error == 0 and mean == 0
-    if is_last or (is_equal and not may_tie):
-        has_won = mean >= -CLEAR_LOSS * error * (1 + 1e-9) if may_tie else mean > 0 and mean >= FINAL_WIN * error
-        return Verdict(has_won=has_won, difference=mean, n=n)
-    # One lost task among n ties has mean = -1/n and error = 1/n: exactly one standard error, which is undecided. The
-    # factor prevents rounding from deciding it.
-    if mean < -(CLEAR_WIN if may_tie else CLEAR_LOSS) * error * (1 + 1e-9):
-        return Verdict(has_won=False, difference=mean, n=n)
-    # If all differences are equal the error is 0, and any gain is clear; mean > 0 excludes a tie.
-    if mean > 0 and mean >= CLEAR_WIN * error:
-        return Verdict(has_won=True, difference=mean, n=n)
-    return None  # between one error below and two above: the next slice has to tell
+    is_lost = gate.evidence_of_harm >= DOUBT or not (largest or may_tie)
+    if is_lost or not values:  # nothing was measured for both, so nothing speaks for it
+        return verdict
+    if is_last:
+        return msgspec.structs.replace(verdict, has_won=may_tie or gate.evidence > 1)
+    return msgspec.structs.replace(verdict, has_won=True) if gate.evidence >= CLEAR and not may_tie else None
 
 
-def note_gate(search: SearchTools, candidate: str, report: GateReport, *, split: Split, tasks: Sequence[int]) -> None:
-    """Record in the journal how a gate judged a candidate, with its and the rival's rewards on ``tasks`` of a split."""
+def note_check(search: SearchTools, candidate: str, report: CheckReport, *, split: Split, tasks: Sequence[int]) -> None:
+    """Record in the journal how a candidate was judged, with its and the rival's rewards on ``tasks`` of a split."""
     ours, theirs = (search.evaluator.scores.rewards(each, split, tasks) for each in (candidate, report.rival))
     search.journal.met(candidate, compared(report, ours, theirs, tasks=tasks, within=search.evaluator.range))

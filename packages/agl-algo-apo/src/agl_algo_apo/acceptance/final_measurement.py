@@ -5,25 +5,25 @@ mean there is biased upwards. Rollouts that no choice has used have no such bias
 their paired difference to the first prompt an honest gain (`estimates.py`). Their tasks are drawn at random, because
 those of the first slices of races have influenced the choice most, and texts that suit them got further.
 
-The choice among the finalists uses all rewards, the first and the fresh ones, because more data choose better. To keep
-the fresh rewards nearly unbiased, the runner-up replaces the best candidate only if it leads by a standard error. If
-the winner does worse than the first prompt on the fresh rollouts, the first prompt stays.
+If the winner does worse than the first prompt on the fresh rollouts, the first prompt stays. If the search has no
+winner, its best candidate is measured, and becomes the winner if the gate calls it better on all rewards, the first and
+the fresh ones (`proof.py`).
 
 Fresh rollouts do not show how far a text suits only these tasks. So if there are enough validation tasks, some of them
 take no part in the search (`test`), and the report uses those.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from agl.schemas import Record
+from agl_algo_apo.acceptance.proof import gate_of, is_proven
 from agl_algo_apo.measurement.estimates import Estimate, estimate, exactly_nothing
 from agl_algo_apo.measurement.evaluation import Evaluator, MeasureJob
 from agl_algo_apo.measurement.scores import FRESH, Split
 from agl_algo_apo.search.budget import BudgetExhaustedError
-from agl_algo_apo.texts.lineage import Lineage, PromptCandidate
+from agl_algo_apo.search.tools import SearchTools
+from agl_algo_apo.texts.lineage import PromptCandidate
 
 How = Literal["test tasks", "fresh rollouts", "first measurement", "selection"]
 """Names the rewards from which a score is computed.
@@ -61,7 +61,8 @@ class Result(Record, frozen=True, kw_only=True):
         is_fresh: True if these rewards did not select the winner, because they are from fresh rollouts or there was
             nothing to select. False if the budget had no room for fresh rollouts.
         how: The rewards from which ``score``, ``seed_score`` and ``gain`` are computed.
-        beaten: Id of the best candidate if the first prompt stays because it does better; else ``""``.
+        verdict: The gate's verdict on winner or best candidate against the first prompt, over all rewards.
+        beaten: Id of the best candidate if the first prompt stays though there is one; else ``""``.
         beaten_score: Mean reward of that candidate, on the same tasks.
     """
 
@@ -71,6 +72,7 @@ class Result(Record, frozen=True, kw_only=True):
     gain: Estimate
     is_fresh: bool = True
     how: How = "fresh rollouts"
+    verdict: str = ""
     beaten: str = ""
     beaten_score: Estimate | None = None
 
@@ -81,63 +83,57 @@ class Result(Record, frozen=True, kw_only=True):
         if self.beaten_score is not None:
             return (
                 f"the first prompt stays, with a score of {self.seed_score.words}: the best candidate has "
-                f"{self.beaten_score.words}, {where}"
+                f"{self.beaten_score.words}, {where}; over all tasks, {self.verdict}"
             )
         if self.gain == exactly_nothing(self.gain.n):
             return f"nothing better than the first prompt was found; its score is {self.seed_score.words}"
-        return f"score {self.score.words} against {self.seed_score.words} of the first prompt, {where}"
+        score = f"score {self.score.words} against {self.seed_score.words} of the first prompt, {where}"
+        return f"{score}; over all tasks, {self.verdict}"
 
 
-async def measure_again(
-    evaluator: Evaluator,
-    lineage: Lineage,
-    *,
-    best: PromptCandidate,
-    seed: PromptCandidate,
-    tasks: FinalTasks,
-    step: int,
-) -> Result | None:
-    """Run the finalists again on ``tasks``, choose the winner among them, and return the result.
+async def measure_again(search: SearchTools, final: FinalTasks, step: int) -> Result | None:
+    """Run the finalist and the first prompt on ``final``, and return the result.
 
-    The finalists are the best candidate, the runner-up and the seed; on test tasks the runner-up is left out, because
-    test tasks must choose nothing. The choice uses all rewards on validation tasks; the report uses only the fresh ones
-    or those on test tasks. The seed wins a tie. Returns ``None`` if winner and seed have no measured task in common,
-    because the budget ended right after other resources had changed.
+    The finalist is the winner, or else the best candidate. Returns ``None`` if finalist and first prompt have no
+    measured task in common, because the budget ended right after other resources had changed.
     """
-    # Keyed by id, so that a candidate in two of these roles runs once; the best comes first, because it is to be
-    # beaten.
-    is_test = tasks.split == "test"
-    runner_up = [] if is_test else _runner_up(evaluator, lineage, best, seed)
-    finalists = list({c.id: c for c in (best, *runner_up, seed)}.values())
-    if finalists == [seed]:  # nothing to choose, and nothing is paid
+    evaluator, progress = search.evaluator, search.progress
+    seed = search.lineage[progress.seed]
+    finalist = search.best if progress.winner == seed.id else search.winner
+    if finalist == seed:  # nothing to choose, and nothing is paid
         return _result(evaluator, seed, seed, how="first measurement")
     try:
-        jobs = [MeasureJob(c, tasks.split, tasks.tasks, repeat) for c in finalists for repeat in tasks.repeats]
+        jobs = [MeasureJob(c, final.split, final.tasks, repeat) for c in (finalist, seed) for repeat in final.repeats]
         await evaluator.measure(jobs, step=step, purpose="final")
     except BudgetExhaustedError:
         pass  # the choice stands on the rewards that were paid so far
-    winner = _winner({candidate.id: _all_rewards(evaluator, candidate) for candidate in finalists}, finalists, seed)
-    # Even if all rewards favour the seed, the report shows the best candidate's score.
-    shown = finalists[0] if winner == seed else winner
-    how: How = "test tasks" if is_test else "fresh rollouts"
-    if not all(rewards_by(evaluator, candidate.id, how) for candidate in (shown, seed)):
+    gate = gate_of(search, finalist)
+    how: How = "test tasks" if final.split == "test" else "fresh rollouts"
+    if not all(rewards_by(evaluator, candidate.id, how) for candidate in (finalist, seed)):
         how = "selection"
-    return _result(evaluator, shown, seed, how=how, is_beaten=winner == seed)
+    proven = finalist.id == progress.winner or is_proven(search, gate)
+    return _result(evaluator, finalist, seed, how=how, proven=proven, verdict=gate.words)
 
 
 def _result(
-    evaluator: Evaluator, winner: PromptCandidate, seed: PromptCandidate, *, how: How, is_beaten: bool = False
+    evaluator: Evaluator,
+    finalist: PromptCandidate,
+    seed: PromptCandidate,
+    *,
+    how: How,
+    proven: bool = False,
+    verdict: str = "",
 ) -> Result | None:
-    """Return the result with ``winner`` as the chosen candidate, or with the seed as winner if the seed does better."""
-    rewards = {c.id: rewards_by(evaluator, c.id, how) for c in (winner, seed)}
+    """Return the result, with the finalist as the winner if it is proven and does not do worse than the seed."""
+    rewards = {c.id: rewards_by(evaluator, c.id, how) for c in (finalist, seed)}
     # Only tasks measured for both: scores over different tasks would not be consistent with the gain.
-    common = sorted(rewards[winner.id].keys() & rewards[seed.id].keys())
+    common = sorted(rewards[finalist.id].keys() & rewards[seed.id].keys())
     if not common:
         return None
-    ours, theirs = ({task: rewards[c.id][task] for task in common} for c in (winner, seed))
-    score, seed_score = evaluator.estimate(ours), evaluator.estimate(theirs)
+    ours, theirs = ([rewards[c.id][task] for task in common] for c in (finalist, seed))
+    score, seed_score = (estimate(values, evaluator.range) for values in (ours, theirs))
     nothing, is_fresh = exactly_nothing(len(common)), how != "selection"
-    if winner != seed and (is_beaten or score.mean < seed_score.mean):
+    if finalist != seed and (not proven or score.mean < seed_score.mean):
         return Result(
             winner=seed.id,
             score=seed_score,
@@ -145,11 +141,20 @@ def _result(
             gain=nothing,
             is_fresh=is_fresh,
             how=how,
-            beaten=winner.id,
+            verdict=verdict,
+            beaten=finalist.id,
             beaten_score=score,
         )
-    gain = nothing if winner == seed else estimate(_differences(ours, theirs), evaluator.range.of_differences)
-    return Result(winner=winner.id, score=score, seed_score=seed_score, gain=gain, is_fresh=is_fresh, how=how)
+    gains = [our - their for our, their in zip(ours, theirs, strict=True)]
+    return Result(
+        winner=finalist.id,
+        score=score,
+        seed_score=seed_score,
+        gain=nothing if finalist == seed else estimate(gains, evaluator.range.of_differences),
+        is_fresh=is_fresh,
+        how=how,
+        verdict=verdict,
+    )
 
 
 def rewards_by(evaluator: Evaluator, candidate: str, how: How) -> Mapping[int, float]:
@@ -157,38 +162,3 @@ def rewards_by(evaluator: Evaluator, candidate: str, how: How) -> Mapping[int, f
     if how == "fresh rollouts":
         return evaluator.scores.fresh(candidate)
     return evaluator.scores.rewards(candidate, "test" if how == "test tasks" else "val")
-
-
-def _runner_up(
-    evaluator: Evaluator, lineage: Lineage, best: PromptCandidate, seed: PromptCandidate
-) -> list[PromptCandidate]:
-    others = [c for c in lineage.pool() if c.id not in (best.id, seed.id) and evaluator.scores.rewards(c.id, "val")]
-    return sorted(others, key=lambda c: evaluator.mean(c.id, "val"), reverse=True)[:1]
-
-
-def _all_rewards(evaluator: Evaluator, candidate: PromptCandidate) -> dict[int, float]:
-    """Return a candidate's reward on each validation task; if there is a first and a fresh reward, their mean."""
-    first = evaluator.scores.rewards(candidate.id, "val")
-    fresh = evaluator.scores.fresh(candidate.id)
-    return {t: fmean(r[t] for r in (first, fresh) if t in r) for t in sorted(first.keys() | fresh.keys())}
-
-
-def _winner(
-    known: Mapping[str, Mapping[int, float]], finalists: Sequence[PromptCandidate], seed: PromptCandidate
-) -> PromptCandidate:
-    """Return the first finalist, unless a runner-up is better by a standard error, or the seed is at least as good."""
-    winner = finalists[0]
-    for other in finalists[1:]:
-        values = _differences(known[other.id], known[winner.id])
-        # mean(d) > stdev(d) / sqrt(n): one standard error of the paired differences
-        if other.id != seed.id and len(values) > 1 and fmean(values) > stdev(values) / math.sqrt(len(values)):
-            winner = other
-    gains = _differences(known[winner.id], known[seed.id])
-    # A tie goes to the first prompt: it is the user's own, and usually the shorter one. If the two have no task in
-    # common, other resources have changed, and the test tasks decide.
-    return seed if gains and fmean(gains) <= 0 else winner
-
-
-def _differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
-    """Return the paired differences on the tasks that both have, in task order."""
-    return [ours[task] - theirs[task] for task in sorted(ours.keys() & theirs.keys())]

@@ -80,7 +80,7 @@ class Evaluator:
         """Return the candidate with versions that rollouts can pin; a text equal to the parent's shares its version.
 
         Raises:
-            ValueError: A text cannot be a resource of its kind; the static gate refuses such texts before.
+            ValueError: A text cannot be a resource of its kind; the static checks refuse such texts before.
         """
         versions: dict[str, str] = {}
         for name, text in candidate.texts.items():

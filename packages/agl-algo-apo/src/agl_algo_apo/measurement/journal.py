@@ -1,4 +1,4 @@
-"""The journal of a search: the origin of each candidate, the gates that it met, and its costs.
+"""The journal of a search: the origin of each candidate, the checks and races that it met, and its costs.
 
 It is part of the search's state and written with it. So a step that is repeated after a crash leaves one entry, and
 `agl resources` reads the journal from the store.
@@ -13,25 +13,25 @@ from agl.schemas import Json, Record
 from agl_algo_apo.measurement.estimates import Estimate, Range, estimate
 from agl_algo_apo.search.budget import Spent
 
-STATIC = "static gate"
-"""The name of the static gate, which costs no rollout: placeholders, invariants, length, copies."""
+STATIC = "static checks"
+"""The name of the checks that cost no rollout: placeholders, invariants, length, copies."""
 
 
-class GateReport(Record, frozen=True, kw_only=True):
-    """The outcome of one gate for one candidate.
+class CheckReport(Record, frozen=True, kw_only=True):
+    """The outcome of one check or race for one candidate.
 
     Attributes:
-        gate: The gate's name, for display.
-        has_passed: True if the candidate passed the gate.
-        step: The step in which the candidate met the gate.
+        name: The name of the check or race, for display.
+        has_passed: True if the candidate passed.
+        step: The step in which the candidate was checked.
         rival: Id of the candidate with which it was compared; ``""`` if there was none.
         score: Mean reward of the candidate on the tasks measured for both.
         rival_score: Mean reward of the rival on the same tasks.
         gain: Mean of the paired differences with its interval; its ``n`` is the number of pairs.
-        reason: The reason, for a gate that compares no rewards.
+        reason: The reason, or the evidence.
     """
 
-    gate: str
+    name: str
     has_passed: bool
     step: int
     rival: str = ""
@@ -42,18 +42,18 @@ class GateReport(Record, frozen=True, kw_only=True):
 
 
 class JournalEntry(Record, frozen=True, kw_only=True):
-    """A candidate's origin, gates, scores and costs; its text and status are in the lineage.
+    """A candidate's origin, checks, scores and costs; its text and status are in the lineage.
 
     Attributes:
         evidence: Ids of the rollouts that the critic was shown.
-        gates: The gates that the candidate met, in order.
+        checks: The checks and races that the candidate met, in order.
         scores: The candidate's mean rewards by their source, such as ``selection`` and ``test tasks``.
         agent: Rollouts of the agent that were run for the candidate, with the tokens of their recorded model calls.
         optimizer: Requests to the optimiser's model that produced the candidate, with their tokens.
     """
 
     evidence: tuple[str, ...] = ()
-    gates: tuple[GateReport, ...] = ()
+    checks: tuple[CheckReport, ...] = ()
     scores: dict[str, Estimate] = {}
     agent: Spent = Spent()
     optimizer: Spent = Spent()
@@ -78,9 +78,9 @@ class Journal:
         """Add rollouts of the agent, or the tokens of their model calls, to a candidate's costs."""
         self._change(candidate, agent=self[candidate].agent.plus(spent))
 
-    def met(self, candidate: str, report: GateReport) -> None:
-        """Record the outcome of a gate for a candidate."""
-        self._change(candidate, gates=(*self[candidate].gates, report))
+    def met(self, candidate: str, report: CheckReport) -> None:
+        """Record the outcome of a check or race for a candidate."""
+        self._change(candidate, checks=(*self[candidate].checks, report))
 
     def scored(self, candidate: str, how: str, score: Estimate) -> None:
         """Record a candidate's score from the source ``how``; it replaces an older score from the same source."""
@@ -99,13 +99,13 @@ class Journal:
 
 
 def compared(
-    report: GateReport,
+    report: CheckReport,
     ours: Mapping[int, float],
     theirs: Mapping[int, float],
     *,
     tasks: Sequence[int],
     within: Range,
-) -> GateReport:
+) -> CheckReport:
     """Return the report with scores and gain, computed from rewards by task on the tasks that both have.
 
     Without a common task the report is unchanged.

@@ -77,6 +77,11 @@ class Scores:
         known = self._known.get((candidate, "val"), {})
         return {task: measured.reward for (task, repeat), measured in known.items() if repeat == FRESH}
 
+    def every(self, candidate: str, split: Split) -> dict[int, float]:
+        """Return a candidate's rewards by task; if a validation task also has a fresh reward, the mean of the two."""
+        first, fresh = self.rewards(candidate, split), self.fresh(candidate) if split == "val" else {}
+        return {t: fmean(r[t] for r in (first, fresh) if t in r) for t in sorted(first.keys() | fresh.keys())}
+
     def next_repeat(self, candidate: str) -> int:
         """Return a ``repeat`` number that is not used yet, to measure a candidate again on validation tasks."""
         return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, "val"), {}))]) + 1

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from agl_algo_apo.acceptance.static_gate import task_text
+from agl_algo_apo.acceptance.static_checks import task_text
 from agl_algo_apo.proposals.evidence import EvidenceRun, evidence_text, live_failures, read_run
 from agl_algo_apo.search.tools import Origin, SearchTools, Written
 from agl_algo_apo.texts.lineage import PromptCandidate, resource_of
@@ -48,7 +48,7 @@ class Critics:
     async def children(
         self, parent: PromptCandidate, assignments: Sequence[Assignment], step: int
     ) -> list[tuple[PromptCandidate, Assignment]]:
-        """Request the children and return those that passed the static gate, each with its assignment."""
+        """Request the children and return those that passed the static checks, each with its assignment."""
         search = self._search
         evidence = [await self._evidence(parent, assignment) for assignment in assignments]
         shown = [evidence_text(runs) for runs in evidence]

@@ -52,7 +52,7 @@ class Demonstrator:
     async def children(
         self, parent: PromptCandidate, failures: Sequence[int], step: int
     ) -> list[tuple[PromptCandidate, Assignment]]:
-        """Return children that passed the static gate, each with the training tasks of its paired gate.
+        """Return children that passed the static checks, each with the training tasks of its trial.
 
         These tasks are failures of the parent, and no demonstration comes from one of them.
         """

@@ -50,7 +50,7 @@ class GepaAdapter:
     Attributes:
         propose_new_texts: ``None``, so that the library's own proposer calls :meth:`reflect`; the attribute must exist.
         stopped: The reason why the phase ended early; ``""`` while it runs.
-        refused: Number of consecutive proposals that the static gate refused.
+        refused: Number of consecutive proposals that the static checks refused.
 
     Args:
         host: The phase, whose coroutines run on the event loop.

@@ -41,7 +41,9 @@ class SearchProgress(msgspec.Struct, kw_only=True):
         step: Number of completed steps.
         rounds: Number of completed steps that tried to improve something.
         seed: Id of the first candidate.
-        best: Id of the best candidate.
+        best: Id of the best candidate, by races.
+        winner: Id of the last best candidate that the gate called better than the first one; until then, of the first.
+        raced: Ids of the candidates that have raced, in order of their first race.
         published: Id of the candidate that was made live last.
         stop_reason: The reason why the search is over, followed by the final measurement; ``None`` while it continues.
         stop_detail: Details of that reason.
@@ -62,6 +64,8 @@ class SearchProgress(msgspec.Struct, kw_only=True):
     rounds: int = 0
     seed: str = ""
     best: str = ""
+    winner: str = ""
+    raced: list[str] = []
     published: str = ""
     stop_reason: StopReason | None = None
     stop_detail: str = ""

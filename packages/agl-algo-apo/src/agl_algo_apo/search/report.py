@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 async def publish_best(search: SearchTools, step: int, *, is_final: bool) -> tuple[str, ...]:
     """Make the best texts live, at every improvement or at the end; returns the new versions."""
-    is_new = search.progress.best != search.progress.published
+    is_new = search.progress.winner != search.progress.published
     if not is_new or (search.settings.publish == "end" and not is_final):
         return ()
     before = search.lineage[search.progress.published].texts
-    metadata: dict[str, Json] = {"candidate_id": search.best.id, "operator": search.best.operator}
+    metadata: dict[str, Json] = {"candidate_id": search.winner.id, "operator": search.winner.operator}
     published: list[str] = []
     for rules in search.rules:
-        text = search.best.texts[rules.name]
+        text = search.winner.texts[rules.name]
         if text != before[rules.name]:
             resource = resource_of(text, rules.seed)
             made = await search.context.publish(rules.name, resource, step=step, metadata=metadata)
             published.append(f"{rules.name}@{made.version}")
-    search.progress.published = search.progress.best
+    search.progress.published = search.progress.winner
     return tuple(published)
 
 
@@ -51,7 +51,7 @@ def write_files(search: SearchTools, *, is_improved: bool) -> None:
     """Write the result files: the best texts if they have improved, the lineage, and, at the end, the result."""
     workdir = search.context.workdir
     if is_improved or search.progress.step == 1:
-        write_best(workdir, search.best.texts)
+        write_best(workdir, search.winner.texts)
     scores = current_scores(search)
     journal = search.journal.dump()
     rows = [
@@ -61,7 +61,7 @@ def write_files(search: SearchTools, *, is_improved: bool) -> None:
     _write(workdir / "lineage.jsonl", b"".join(to_json(row) + b"\n" for row in rows))
     if search.result is not None:
         reason = {"stop_reason": search.progress.stop_reason, "stop_detail": search.progress.stop_detail}
-        spent = {"spent": msgspec.structs.asdict(search.budget.spent), "texts": search.best.texts}
+        spent = {"spent": msgspec.structs.asdict(search.budget.spent), "texts": search.winner.texts}
         result = to_json({**msgspec.structs.asdict(search.result), **reason, **spent})
         _write(workdir / "result.json", msgspec.json.format(result, indent=2) + b"\n")
 

@@ -7,6 +7,7 @@ fresh rollouts and report those. Everything that a step needs is in the state be
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,9 +17,10 @@ from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_algo_apo.acceptance.contest import slices
 from agl_algo_apo.acceptance.final_measurement import FinalTasks, Result, measure_again, rewards_by
-from agl_algo_apo.acceptance.static_gate import text_rules
+from agl_algo_apo.acceptance.proof import prove
+from agl_algo_apo.acceptance.static_checks import text_rules
 from agl_algo_apo.measurement.evaluation import Evaluator, check_splits, dataset_digest, environment_of
-from agl_algo_apo.measurement.journal import GateReport, compared
+from agl_algo_apo.measurement.journal import CheckReport, compared
 from agl_algo_apo.measurement.scores import FRESH, Split
 from agl_algo_apo.proposals.optimizer import Optimizer, OptimizerDownError, most_tokens, settings_of
 from agl_algo_apo.proposals.requests import Requests
@@ -136,7 +138,8 @@ class PromptSearch(SearchTools):
         """Take the next step: measure the first prompt, improve, or finish with the final measurement."""
         # The state counts completed steps, so an interrupted step is repeated under its number and rollout ids.
         step = self.progress.step + 1
-        before, paid, scored = self.progress.best, self.budget.spent.rollouts, len(self.evaluator.scores)
+        before, winner = self.progress.best, self.progress.winner
+        paid, scored = self.budget.spent.rollouts, len(self.evaluator.scores)
         # A search that has stopped takes one more step, the final measurement.
         is_final = bool(self.progress.stop_reason)
         try:
@@ -148,6 +151,7 @@ class PromptSearch(SearchTools):
             else:
                 await self._refresh(step)
                 await self.improve(step)
+                await prove(self, step)
                 self.progress.rounds += 1
         except BudgetExhaustedError:
             # Raised by a reservation that no longer fits, before anything is spent; the best candidate so far stays the
@@ -168,7 +172,7 @@ class PromptSearch(SearchTools):
         # After the decision to stop, so that files, metrics and versions describe the same candidate.
         published = await publish_best(self, step, is_final=is_final)
         note_scores(self)
-        write_files(self, is_improved=self.progress.best != before)
+        write_files(self, is_improved=self.progress.winner != winner)
         await self._save_new_scores()
         return StepReport(
             step=step,
@@ -276,7 +280,7 @@ class PromptSearch(SearchTools):
         )
         # The user's own texts: the first candidate, which a winner has to beat.
         self.lineage.put(seed)
-        self.progress.seed = self.progress.best = self.progress.published = seed.id
+        self.progress.seed = self.progress.best = self.progress.winner = self.progress.published = seed.id
         # The trainer may have validated them before the first step; those rollouts are paid for and count.
         await self.evaluator.adopt(seed, self.context.validated(), test=frozenset(self.test))
         await self.measure_whole(seed, step)
@@ -291,10 +295,10 @@ class PromptSearch(SearchTools):
         self.evaluator.environment = now
         # Rewards with other weights or tools say nothing about the texts now.
         self.evaluator.scores.clear()
-        # The best candidate is measured again, and the first prompt in the final measurement; the others leave the
+        # The best candidate is measured again, and winner and first prompt where they are needed; the others leave the
         # pool, because each would cost a whole measurement before it could be compared.
         for candidate in self.lineage.pool():
-            if candidate.id not in (self.progress.best, self.progress.seed):
+            if candidate.id not in (self.progress.best, self.progress.winner, self.progress.seed):
                 self.lineage.put(candidate.replace(status="beaten", reason="measured before other resources changed"))
         # Nor do the judgements that came from them.
         self.progress.used.clear()
@@ -319,26 +323,20 @@ class PromptSearch(SearchTools):
             progress.stop("patience")
 
     async def _finish(self, step: int) -> None:
-        """Measure the best two candidates and the first prompt on the final tasks, and keep the winner."""
+        """Measure the winner and the first prompt on the final tasks, and keep the winner unless it does worse."""
         # Scores from before other algorithms' turns must not influence the choice.
         await self._refresh(step)
-        with suppress(BudgetExhaustedError):  # it goes as far as the search's own part of the budget
-            await self.tidy(step)
+        for part in (self.tidy, partial(prove, self, is_last=True)):
+            with suppress(BudgetExhaustedError):  # it goes as far as the search's own part of the budget
+                await part(step)
         # The trainer's last validation stays reserved.
         self.budget.release(keeping=self.plan.after)  # the rest was held back for this
         # The winner's curse: E[max_i X_i] >= max_i E[X_i], so the largest of several noisy means is above its
         # expectation, and the rewards that chose the best candidate flatter it. Rollouts that have chosen nothing are
         # unbiased.
-        self.result = await measure_again(
-            self.evaluator,
-            self.lineage,
-            best=self.best,
-            seed=self.lineage[self.progress.seed],
-            tasks=self._final_tasks(),
-            step=step,
-        )
+        self.result = await measure_again(self, self._final_tasks(), step)
         if self.result is not None:
-            self.progress.best = self.result.winner
+            self.progress.best = self.progress.winner = self.result.winner
             self._note_final(self.result, step)
         self.budget.release()
         self.budget.take_rollouts(self.plan.after)  # the trainer runs them when this step is done
@@ -350,8 +348,8 @@ class PromptSearch(SearchTools):
         if judged == seed:
             return
         ours, theirs = (rewards_by(self.evaluator, each, result.how) for each in (judged, seed))
-        gate = f"final measurement ({result.how})"
-        report = GateReport(gate=gate, has_passed=not result.beaten, step=step, rival=seed)
+        name = f"final measurement ({result.how})"
+        report = CheckReport(name=name, has_passed=not result.beaten, step=step, rival=seed, reason=result.verdict)
         # Paired by task: Var(x - y) = Var(x) + Var(y) - 2 Cov(x, y). Both candidates find the same tasks hard, so their
         # differences vary less than two separate means do.
         self.journal.met(judged, compared(report, ours, theirs, tasks=sorted(ours), within=self.evaluator.range))
@@ -364,7 +362,7 @@ class PromptSearch(SearchTools):
         # No tasks after a stop for infrastructure: their rollouts would fail too.
         paid = 0 if self.progress.stop_reason == "infrastructure" else self.plan.final
         split: Split = "test" if self.test else "val"
-        size, tasks = paid // (2 if self.test else 3), self.test or self.order  # by the number of finalists
+        size, tasks = paid // 2, self.test or self.order  # for two finalists
         # All finalists run the same tasks, so that they are compared in pairs.
         drawn = self.random(0, "final").sample(tasks, min(size, len(tasks)))
         # Test tasks are few, so rollouts beyond one per task pay for repeats: the mean of k repeats of a task has 1 / k

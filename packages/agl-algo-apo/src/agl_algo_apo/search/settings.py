@@ -4,8 +4,8 @@ The plan counts rollouts. With V validation tasks, B training tasks of a step (`
 first slice of a race (``val_batch_size``) and K children of a step (``branch_factor``):
 
     first measurement   V
-    one proposal        (2 * B + (F + V) / 2) / K    the parent's batch and the gate, and half of a race on average
-    final measurement   from 3 * min(8, V) to 3 * V  the best, the runner-up and the first prompt, once per task
+    one proposal        (2 * B + (F + V) / 2) / K    the parent's batch and the trial, and half of a race on average
+    final measurement   from 2 * min(8, V) to 2 * V  the winner and the first prompt, once per task
     validation          at the end, by the trainer; its validation at the start is part of the first measurement
 """
 
@@ -36,6 +36,7 @@ Count = Annotated[int, Meta(ge=1)]
 Whole = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Part = Annotated[float, Meta(ge=0, lt=1)]
+Error = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Parents(Settings, frozen=True, kw_only=True):
@@ -65,7 +66,7 @@ class Examples(Settings, frozen=True, kw_only=True):
 
 
 class Scoring(Settings, frozen=True, kw_only=True):
-    """The scale of rewards, and the rollouts of the final measurement.
+    """The scale of rewards, the error of the search, and the rollouts of the final measurement.
 
     Attributes:
         perfect: The best reward that a task can get; a rollout that gets more ends the run with an error.
@@ -73,12 +74,15 @@ class Scoring(Settings, frozen=True, kw_only=True):
         reserve: Share of the rollouts that is held back for the final measurement.
         test: Share of the validation tasks that take no part in the search and give the reported score; no tasks if
             the share would be fewer than 8.
+        error: The largest probability that the search publishes a text that is not better than the first one; 1 to
+            publish the best text of the races without a proof, for example because another gate judges it.
     """
 
     perfect: float = 1.0
     failure: float = 0.0
     reserve: Part = 0.1
     test: Part = 0.25
+    error: Error = 0.2
 
     def __post_init__(self) -> None:
         if not self.failure < self.perfect:
@@ -193,10 +197,10 @@ def spending_plan(
     # Once B for the parent and once for its children together, which share the failures; a race ends between its first
     # slice F and all of V. A step makes K children, and all of this is paid for once per step.
     proposal = (2 * batch + (first + val) / 2) / settings.branch_factor
-    fewest_final = 3 * min(FEWEST_FINAL, val)  # three finalists
+    fewest_final = 2 * min(FEWEST_FINAL, val)  # two finalists
     budget = settings.budget
     if isinstance(budget, str):
-        rollouts = val + round(PROPOSALS[budget] * proposal) + 3 * val + after
+        rollouts = val + round(PROPOSALS[budget] * proposal) + 2 * val + after
         # Twice as many requests as the proposals take: answers without a usable text cost one as well.
         budget = BudgetLimits(rollouts=rollouts, calls=2 * calls * PROPOSALS[budget])
     limits = BudgetLimits(rollouts=budget) if isinstance(budget, int) else budget
@@ -204,7 +208,7 @@ def spending_plan(
         raise ConfigError(
             f'{algorithm} has no budget; set budget = 400 (rollouts), a preset such as "light", or limits'
         )
-    final = min(3 * val, max(fewest_final, int((limits.rollouts or 0) * settings.scoring.reserve)))
+    final = min(2 * val, max(fewest_final, int((limits.rollouts or 0) * settings.scoring.reserve)))
     needed = val + final + after + 2 * batch + first  # one whole step, which makes the fewest proposals
     if limits.rollouts is not None and limits.rollouts < needed:
         raise ConfigError(

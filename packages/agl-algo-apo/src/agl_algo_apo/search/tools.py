@@ -1,4 +1,4 @@
-"""The tools of a search's improving steps: proposals and their static gate, requests, first measurements.
+"""The tools of a search's improving steps: proposals and their static checks, requests, first measurements.
 
 Everything here follows from the search's state and (seed, step, purpose), so a repeated step does the same.
 """
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from agl.contracts import AlgorithmContext
-from agl_algo_apo.acceptance.static_gate import TextRules, ValidationMarks, identifiers_of, violation
+from agl_algo_apo.acceptance.static_checks import TextRules, ValidationMarks, identifiers_of, violation
 from agl_algo_apo.measurement.evaluation import Evaluator, MeasureJob, nothing_scored
-from agl_algo_apo.measurement.journal import STATIC, GateReport, Journal
+from agl_algo_apo.measurement.journal import STATIC, CheckReport, Journal
 from agl_algo_apo.proposals.answers import before_text, extract
 from agl_algo_apo.proposals.optimizer import Optimizer
 from agl_algo_apo.proposals.requests import Requests
@@ -61,6 +61,7 @@ class SearchTools:
     critic: Optimizer
     rules: list[TextRules]
     order: tuple[int, ...]
+    test: tuple[int, ...]
     rungs: list[tuple[int, ...]]
 
     def __init__(self, settings: SearchSettings) -> None:
@@ -80,6 +81,11 @@ class SearchTools:
     def best(self) -> PromptCandidate:
         """The best candidate so far."""
         return self.lineage[self.progress.best]
+
+    @property
+    def winner(self) -> PromptCandidate:
+        """The last best candidate that the gate called better than the first prompt; until then, the first prompt."""
+        return self.lineage[self.progress.winner]
 
     @property
     def is_perfect(self) -> bool:
@@ -111,7 +117,7 @@ class SearchTools:
         broken = [violation(texts[r.name], r, shown=origin.shown, identifiers=known_by) for r in self.rules]
         broken.append((await self._validation_marks()).violation(child.demonstrations) if child.demonstrations else "")
         reason = next((text for text in broken if text), "")
-        report = GateReport(gate=STATIC, has_passed=not reason, step=child.step, reason=reason)
+        report = CheckReport(name=STATIC, has_passed=not reason, step=child.step, reason=reason)
         self.journal.met(child.id, report)
         if reason:
             self.lineage.put(child.replace(status="rejected", reason=reason))

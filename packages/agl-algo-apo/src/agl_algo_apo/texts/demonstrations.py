@@ -16,7 +16,7 @@ placeholder, the input takes the placeholder's position in a copy of that messag
 An input or output of several lines starts on a separate line. The text is escaped for the template's engine, so that
 filling the placeholders leaves it as it was recorded. The instructions are stored without demonstrations: the
 optimiser's model neither sees nor changes demonstrations, and a separate rule applies to them
-(`acceptance/static_gate.py`).
+(`acceptance/static_checks.py`).
 """
 
 import re
@@ -65,7 +65,7 @@ def demonstrated(instructions: str, shown: Sequence[Demonstration], *, like: Res
     """Return the instructions with the demonstrations inserted.
 
     ``like`` is a template, whose engine decides the escaping, or a prompt of several messages. Messages that cannot be
-    parsed are returned unchanged, because the static gate refuses them.
+    parsed are returned unchanged, because the static checks refuse them.
     """
     if shown and messages_of(like):
         return _with_turns(instructions, shown)

@@ -18,7 +18,7 @@ from agl_algo_apo.texts.messages import document_of, messages_of, read_document
 Status = Literal["pool", "proposed", "rejected", "beaten"]
 """The status of a candidate.
 
-``pool``: may be a parent; ``proposed``: not decided yet; ``rejected``: by the static gate; ``beaten``: by a rival.
+``pool``: may be a parent; ``proposed``: not decided yet; ``rejected``: by the static checks; ``beaten``: by a rival.
 """
 
 
@@ -36,7 +36,7 @@ class PromptCandidate(Record, frozen=True, kw_only=True):
         reason: The reason for the status, as text.
         critique: The critic's answer from which the candidate was made.
         tries: How often it was proposed and tried.
-        gate: Mean reward difference to its parent on the gate's tasks; ``None`` if it has not met the gate.
+        gain: Mean reward difference to its parent on training tasks; ``None`` if it has not run on them.
         demonstrations: Demonstrations by resource name; they are part of ``texts``.
         bare: The texts without demonstrations, for the resources that have some.
     """
@@ -51,7 +51,7 @@ class PromptCandidate(Record, frozen=True, kw_only=True):
     reason: str = ""
     critique: str = ""
     tries: int = 1
-    gate: float | None = None
+    gain: float | None = None
     demonstrations: dict[str, tuple[Demonstration, ...]] = {}
     bare: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""Prompts of several messages as one text, which editors, merges and gates handle like any other text.
+"""Prompts of several messages as one text, which editors, merges and checks handle like any other text.
 
 The resource is the JSON that OpenAI's clients take, a list of ``{"role": ..., "content": ...}``. Its text is a document
 in which a line with the role precedes each message:

@@ -108,7 +108,7 @@ def show_(store: Reading, name: str, version: str | None) -> None:
     VERSION is a version, a label or a candidate; by default the newest version.
 
     For a version that a prompt search made, also show the candidate: the critique behind it, the rollouts that its
-    critic saw, every gate with its numbers, the decision, and the costs.
+    critic saw, every check and race with its numbers, the decision, and the costs.
     """
 
     async def work(opened: Store) -> ShownVersion | Candidate:
@@ -377,11 +377,11 @@ async def report(store: Store, name: str, *, experiment: str | None) -> str:
 
 def _search(search: Search, name: str) -> Iterator[str]:
     first = search.candidates[0]
-    winner = next((c for c in search.candidates if c.id == search.best), first)
+    winner = next((c for c in search.candidates if c.id == search.winner), first)
     yield from (f"# {name}: {search.algorithm} in {search.experiment}, run {search.run}", "")
     yield from (f"Ended by {search.stop_reason}" if search.stop_reason else "Not ended yet.", "")
     yield from ("## Scores", "", *_scores(first, winner), "")
-    final = [gate.words for gate in winner.gates if gate.gate.startswith("final measurement")]
+    final = [check.words for check in winner.checks if check.name.startswith("final measurement")]
     yield from (f"The winner {final[-1]}.", "") if final else ()
     yield from ("## Costs", "", *_costs(search), "")
     if winner.id == first.id:

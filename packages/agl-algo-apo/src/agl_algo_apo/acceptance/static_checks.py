@@ -1,9 +1,9 @@
-"""The static gate: the rules that a proposed text must follow before any rollout is paid for it.
+"""The static checks: the rules that a proposed text must follow before any rollout is paid for it.
 
 A text that breaks a rule is rejected with a reason and never repaired, because nobody proposed the repaired text.
 Candidates come from a model and are not trusted, so nothing here formats or renders one.
 
-Demonstrations have a separate gate. Each one necessarily holds the answer to a training task; one that holds a task on
+Demonstrations have a separate check. Each one necessarily holds the answer to a training task; one that holds a task on
 which candidates are compared or scored would make those scores worthless. Such answers occur if a training task repeats
 a validation task, or if an agent looks things up in files that hold both.
 """
