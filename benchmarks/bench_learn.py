@@ -163,16 +163,14 @@ def harm_figures(runs: int) -> list[Figure]:
         name = f"harm from {old} to {bad}"
         figures += [
             Figure(name=f"{name}: canaries that ended by 60 calls", value=ended, unit="%", bar=95),
-            mean_figure(
-                f"{name}: reward lost", lost, bar=14, baseline=300.0, name="1,000 conversations without a gate"
-            ),
+            mean_figure(f"{name}: reward lost", lost, bar=14, baseline=300.0, name="1,000 answers without a gate"),
             Figure(name=f"{name}: reward lost, worst", value=max(lost), unit="", bar=30, better="lower"),
         ]
     drops = [drop(seed=seed) for seed in range(runs)]
     lost = sorted(reward for _, reward in drops)
     figures += [
         Figure(name="drop: rolled back", value=100 * sum(is_over for is_over, _ in drops) / runs, unit="%", bar=95),
-        mean_figure("drop: reward lost", lost, bar=30, baseline=300.0, name="1,000 conversations without a gate"),
+        mean_figure("drop: reward lost", lost, bar=30, baseline=300.0, name="1,000 answers without a gate"),
         Figure(
             name="drop: reward lost, 95th percentile", value=lost[int(0.95 * runs)], unit="", bar=30, better="lower"
         ),
