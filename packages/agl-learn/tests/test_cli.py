@@ -55,7 +55,7 @@ def test_log_lists_every_move_and_the_error_spent(store: str) -> None:
     assert ["replay", "canary", "watch", "accepted"] == [
         line.split()[3] for line in output.splitlines() if " c1 " in line
     ]
-    assert "2 candidates have spent" in output
+    assert "2 candidates so far" in output
 
 
 @pytest.mark.parametrize("name", ["c1", "better"])

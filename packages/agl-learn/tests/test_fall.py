@@ -46,3 +46,13 @@ def test_slow_decline_is_noticed() -> None:
 
 def test_rise_raises_no_alarm() -> None:
     assert (-1, 0.0) == read(rewards_of((300, 0.3), (700, 0.8), seed=1))
+
+
+def test_difficult_kind_that_becomes_frequent_is_no_fall() -> None:
+    detector, chance = FallDetector(), random.Random(1)
+
+    for number in range(1500):
+        is_hard = number > 500 and chance.random() < 0.8
+        detector.add(float(chance.random() < (0.3 if is_hard else 0.9)), at=float(number), kind=f"hard {is_hard}")
+
+    assert not detector.has_fallen

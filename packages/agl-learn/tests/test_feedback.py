@@ -249,8 +249,10 @@ def test_mean_of_signals_lies_between_the_lowest_and_the_highest(given_: list[tu
 
 
 def test_unknown_signal_is_refused_with_a_near_match() -> None:
-    with pytest.raises(ConfigError, match="no signal 'thumb'; did you mean 'thumbs'"):
+    with pytest.raises(ConfigError, match=r"no signal 'thumb'; did you mean 'thumbs'\?$"):
         Feedback(["thumb"])
+    with pytest.raises(ConfigError, match=r"choose from thumbs, .*, or name the use of a \[\[reward\]\]"):
+        Feedback(["xyz"])
 
 
 def test_signal_settings_that_do_nothing_are_refused() -> None:

@@ -45,6 +45,12 @@ def test_learner_of_refuses_a_resource_that_no_algorithm_tunes() -> None:
         learner_of(parse_config(file_with(support={"tunes": "promt"})))
 
 
+def test_learner_of_refuses_a_policy() -> None:
+    policy = {"small": {"use": "openai", "model": "m"}}
+    with pytest.raises(ConfigError, match="tunes has the policy 'small', and a learner tunes only texts"):
+        learner_of(parse_config({**file_with(support={"tunes": "small"}), "policy": policy}))
+
+
 @pytest.mark.parametrize("learners", [{}, {"one": {"tunes": "prompt"}, "two": {"tunes": "prompt"}}])
 def test_learner_of_needs_exactly_one_table(learners: Any) -> None:
     with pytest.raises(ConfigError, match=r"needs one table \[learn.NAME\]"):

@@ -10,7 +10,7 @@ import pytest
 
 from agl.algorithms import component
 from agl.contracts import RolloutQuery
-from agl.schemas import JsonResource, PromptTemplate, ResourceVersion, Weights
+from agl.schemas import JsonResource, PromptTemplate, ResourceVersion
 from agl_learn.contracts import Conversation, Proposal
 from agl_learn.settings import LearnerFile
 from agl_learn.training import LONGEST, VALIDATION, TrainerProposer, round_tasks, without_words
@@ -83,7 +83,6 @@ async def refuse(file: LearnerFile, *, held_out: Sequence[Conversation] = (), **
         (PromptTemplate(template="Answer politely."), "it lacks the placeholders {question}"),
         (PromptTemplate(template="{question} " + "a" * LONGEST), "it has 4,011 characters, and at most 4,000"),
         (JsonResource(value="{question}"), "it is a JsonResource, and the served version is a PromptTemplate"),
-        (Weights(uri="runs/1", format="lora"), "a gateway serves two versions of a model only under two names"),
     ],
 )
 def test_versions_that_cannot_be_tried_are_refused(folder: Path, resource: Any, reason: str) -> None:

@@ -194,7 +194,7 @@ def log(store: Reading, learner: str | None) -> None:
     print_table(("time", "candidate", "stage", "share", "reason"), rows, whole=("candidate", "stage"))
     if story.candidates:
         rules, number = story.candidates[-1].rules, story.state.candidates
-        echo(f"error of the run {rules.error:g}; {count_of(number, 'candidate')} have spent their part of it")
+        echo(f"error of the run {rules.error:g}; {count_of(number, 'candidate')} so far, each with a part of it")
 
 
 @learn.command()

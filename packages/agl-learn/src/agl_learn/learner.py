@@ -207,7 +207,7 @@ class Learner:
         is_excluded = conversation.user in self.state.excluded
         if conversation.reward is None or is_excluded or not _serves(conversation, served):
             return
-        self._fall.add(conversation.reward, at=conversation.started_at)
+        self._fall.add(conversation.reward, at=conversation.started_at, kind=conversation.kind)
         if not self._fall.has_fallen:
             return
         self._set(replace(self.state, changed_at=self._fall.since))

@@ -26,7 +26,7 @@ import msgspec
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.contracts import ExperimentRecord
 from agl.errors import AglError, ConfigError, NotFoundError, RunError
-from agl.schemas import Json, Record, Resource, Weights, to_json
+from agl.schemas import Json, Record, Resource, to_json
 from agl_inspect.records.learning import LearningRound, entry_name
 from agl_inspect.records.state import load_experiment
 from agl_learn.contracts import Conversation, Proposal
@@ -217,11 +217,6 @@ def _parts(params: Mapping[str, Json]) -> list[tuple[str, dict[str, Any]]]:
 
 def _refusal_of(new: Resource, old: Resource) -> str:
     """Return why a resource may not replace the served one, from their kinds, sizes and placeholders."""
-    if isinstance(new, Weights):
-        return (
-            "a gateway serves two versions of a model only under two names; serve these weights under a name of their "
-            "own, publish them as an LLM with that model, and split the traffic by hand"
-        )
     if type(new) is not type(old):
         return f"it is a {type(new).__name__}, and the served version is a {type(old).__name__}"
     if not isinstance(new, TextResource) or not isinstance(old, TextResource):

@@ -109,8 +109,8 @@ def _checked(signal: SignalSettings, emitters: Mapping[str, RewardEmitter]) -> S
     use, (low, high) = signal.use, signal.range
     known = [*BUILT_IN, *emitters]
     if use not in known:
-        hint = did_you_mean(use, known, otherwise=f"choose from: {', '.join(known)}")
-        raise ConfigError(f"feedback has no signal {use!r}; {hint}, or add a [[reward]] with use = {use!r}")
+        others = f"choose from {', '.join(known)}, or name the use of a [[reward]] of the file"
+        raise ConfigError(f"feedback has no signal {use!r}; {did_you_mean(use, known, otherwise=others)}")
     if signal.phrases and use != "correction":
         raise ConfigError(
             f'the signal {use!r} reads no phrases; give them to {{ use = "correction", phrases = [...] }}'
