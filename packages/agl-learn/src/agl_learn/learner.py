@@ -204,7 +204,8 @@ class Learner:
         if way is None or way.stage == "replay" or conversation.reward is None:
             return
         unit = self._unit(conversation)
-        way.answers += way.is_at_share(conversation.started_at) and _serves(conversation, way.candidate.versions)
+        if unit in way.counted:
+            way.answers += way.is_at_share(conversation.started_at) and _serves(conversation, way.candidate.versions)
         if conversation.user in self.state.excluded or unit in way.counted:
             return
         found = self.state.open.get(unit) or self._opened(unit, conversation, way.candidate)
@@ -666,7 +667,8 @@ class _Way:
         obstacle: Why its replay ended without a verdict; ``""`` while it may go on.
         rated_at_end: The number of rated conversations when its replay had no further one to run; -1 before.
         rated_at_pair: The number of rated conversations when its replay added a pair, or began.
-        answers: How many rated conversations got the candidate since its share last changed, or the learner started.
+        answers: How many rated conversations of users who were counted before got the candidate at its present share,
+            since the learner started.
     """
 
     def __init__(
