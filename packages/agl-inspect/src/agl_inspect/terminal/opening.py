@@ -52,9 +52,9 @@ range_option = click.option(
     nargs=2,
     type=float,
     default=(0.0, 1.0),
-    show_default=True,
+    show_default="0 1",
     metavar="LOW HIGH",
-    help="The smallest and the largest possible reward.",
+    help="For a promotion on rewards: the smallest and the largest possible reward.",
 )
 
 store_option = click.option(
