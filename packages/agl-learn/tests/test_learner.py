@@ -13,7 +13,7 @@ from agl_inspect.learning import computed_again
 from agl_inspect.records.labels import labels_of, move
 from agl_inspect.records.learning import LearnerControl
 from agl_inspect.records.splits import SERVED
-from agl_learn.contracts import Conversation
+from agl_learn.contracts import Conversation, SettledPage
 from agl_learn.fall import FallDetector
 from agl_learn.learner import Learner
 from worlds.customers import PROMPT, Customers, settings
@@ -375,7 +375,7 @@ def test_label_that_a_person_moves_while_a_share_grows_is_served() -> None:
     customers = serving({"old": 0.5, "new": 0.9, "mine": 0.7}, proposes="new", tasks=0, share=(0.05, 0.2), units=1)
     settled = customers.settled
 
-    async def moving(**given: Any) -> Sequence[Conversation]:
+    async def moving(**given: Any) -> SettledPage:
         if customers.past[-1].arm == "candidate":  # the share grows in this tick
             await move(customers.store, PROMPT, "production", "mine")
         return await settled(**given)
@@ -415,6 +415,21 @@ def test_resource_that_was_added_to_the_file_is_served() -> None:
         return found
 
     assert {PROMPT: "old", "tone": "kind"} == asyncio.run(work()).split.versions["production"]
+
+
+def test_canary_whose_split_was_ended_is_withdrawn() -> None:
+    customers = serving({"old": 0.5, "new": 0.9}, proposes="new", tasks=0, share=(0.05,), units=50)
+
+    async def work() -> Learner:
+        learner = await customers.open("old")
+        await customers.serve(200, until=lambda: len(learner.split.shares) > 1)
+        await customers.store.save_state({key: b"" for key in SERVED.states({"": learner.split})})
+        learner = await customers.restart()
+        await customers.serve(5)
+        return learner
+
+    assert {"production": 1.0} == asyncio.run(work()).split.shares
+    assert "withdrawn" == stages(customers)[-1]
 
 
 def test_conversation_is_looked_at_once_for_a_fall(monkeypatch: pytest.MonkeyPatch) -> None:
