@@ -154,7 +154,7 @@ class Learner:
         for each in reversed(await self._history()):
             if (each.started_at, each.rollout_id) <= counted:
                 self._look_for_fall(each)
-        self._set_split(self.split.shares, pins, salt=self.split.salt)
+        self._set_split(self.split.shares, self.split.versions, salt=self.split.salt)
         await self._save()
 
     def _leave_ended_split(self, way: "_Way") -> None:
