@@ -152,7 +152,7 @@ class Learner:
             self._leave_ended_split(way)
         for each in reversed(await self._history()):
             self._look_for_fall(each)
-        self._set_split(self.split.shares, pins, salt=self.split.salt)
+        self._set_split(self.split.shares, self.split.versions, salt=self.split.salt)
         await self._save()
 
     def _leave_ended_split(self, way: "_Way") -> None:
