@@ -14,6 +14,7 @@ from agl_inspect.records.labels import labels_of, move
 from agl_inspect.records.learning import LearnerControl
 from agl_inspect.records.splits import SERVED
 from agl_learn.contracts import Conversation, SettledPage
+from agl_learn.fall import FallDetector
 from agl_learn.learner import Learner
 from worlds.customers import PROMPT, Customers, settings
 
@@ -429,3 +430,45 @@ def test_canary_whose_split_was_ended_is_withdrawn() -> None:
 
     assert {"production": 1.0} == asyncio.run(work()).split.shares
     assert "withdrawn" == stages(customers)[-1]
+
+
+def test_conversation_is_looked_at_once_for_a_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it was recorded before the learner started."""
+    heard: list[float] = []
+
+    class Hearing(FallDetector):
+        def add(self, reward: float, *, at: float, kind: str = "") -> None:
+            heard.append(at)
+            super().add(reward, at=at, kind=kind)
+
+    recorded, customers = serving({"old": 0.5}), serving({"old": 0.5})
+    run(recorded, 30)
+    customers.past += recorded.past
+    monkeypatch.setattr("agl_learn.learner.FallDetector", Hearing)
+
+    async def work() -> None:
+        await customers.open("old")
+        await customers.learner.tick()
+
+    asyncio.run(work())
+
+    assert [each.started_at for each in recorded.past] == heard
+
+
+def test_user_of_a_withdrawn_candidate_counts_for_the_next_one() -> None:
+    """Also if the feedback to the conversations with the first candidate may still arrive."""
+    customers = serving({"old": 0.5, "new": 0.5}, proposes="new", tasks=0, share=(0.5,), units=1000)
+    customers.users, customers.settle_s = 10, 1000.0
+
+    async def work() -> Learner:
+        learner = await customers.open("old")
+        await customers.serve(100)
+        assert {"c1"} == {unit.candidate for unit in learner.state.open.values()}
+        await learner.records.control.add(customers.store, {"": LearnerControl(rejected={"c1": "rude"})})
+        await customers.serve(200)
+        return learner
+
+    learner = asyncio.run(work())
+
+    assert "c2" == learner.state.current
+    assert {"c2"} == {unit.candidate for unit in learner.state.open.values()}

@@ -150,8 +150,10 @@ class Learner:
                 self._ways[identity] = way
         for way in list(self._ways.values()) if is_new else ():
             self._leave_ended_split(way)
+        counted = self.state.after_value, self.state.after
         for each in reversed(await self._history()):
-            self._look_for_fall(each)
+            if (each.started_at, each.rollout_id) <= counted:
+                self._look_for_fall(each)
         self._set_split(self.split.shares, self.split.versions, salt=self.split.salt)
         await self._save()
 
@@ -219,7 +221,9 @@ class Learner:
             way.answers += way.is_at_share(conversation.started_at) and _serves(conversation, way.candidate.versions)
         if conversation.user in self.state.excluded or unit in way.counted:
             return
-        found = self.state.open.get(unit) or self._opened(unit, conversation, way.candidate)
+        found = self.state.open.get(unit)
+        if found is None or found.candidate != way.candidate.id:
+            found = self._opened(unit, conversation, way.candidate)
         if found.is_new != _serves(conversation, way.candidate.versions):
             return  # the unit changed its arm when the share grew, and only its first arm counts
         guards = {name: found.guards.get(name, 0.0) + value for name, value in way.guards(conversation).items()}
@@ -551,12 +555,12 @@ class Learner:
         await self._save()
 
     async def _begin_canary(self, way: "_Way", reason: str) -> None:
-        gate, shares = way.replay["replay"], self._settings.gate.canary.share
+        gate, shares, limits = way.replay["replay"], self._settings.gate.canary.share, await self._limits()
         if self.state.watched:
             self._accept(self._ways[self.state.watched])
         live = self.split.versions[self._settings.label]
         changed = {name: live[name] for name in way.candidate.versions}
-        way.candidate = replace(way.candidate, baseline=changed, limits=await self._limits())
+        way.candidate = replace(way.candidate, baseline=changed, limits=limits)
         self._enter(way, "canary", share=shares[-1 if gate.mean >= FAILING else 0], reason=reason)
 
     async def _limits(self) -> dict[str, float]:
