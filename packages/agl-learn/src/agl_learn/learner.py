@@ -60,6 +60,9 @@ HOLDBACK = "holdback"
 FAILING = 0.3
 """The gain in the replay from which a canary begins at its last share: the served versions are plainly failing."""
 
+FAMILIAR = 5
+"""Ratings of accepted versions from which it is known whether a user agrees with the others."""
+
 ENOUGH = 50
 """Pairs after which a replay without a gain ends; fewer pairs say too little about a small gain."""
 
@@ -412,10 +415,7 @@ class Learner:
         if self._work is not None or not (self.state.is_learning or (is_due and not control.is_paused)):
             return
         if not self.state.is_learning:
-            # Only ratings of accepted versions: users whom a candidate harms contradict those whom it does not harm.
-            tried = [way.candidate.versions for way in self._ways.values()]
-            rated = [each for each in await self._recent() if not any(_serves(each, versions) for versions in tried)]
-            excluded = dict(self._parts.contradicting(rated))
+            excluded = await self._contradicting()
             for user in sorted(excluded.keys() - self.state.excluded.keys()):
                 self._parts.say(f"the feedback of {user!r} does not count any more: {excluded[user]}")
             self._set(
@@ -430,6 +430,20 @@ class Learner:
             await self._save()
             self._parts.say(f"round {self.state.rounds}: learning from {self.state.rated:,} rated conversations")
         self._background(self._learn())
+
+    async def _contradicting(self) -> dict[str, str]:
+        """Return the users whose feedback does not count, with the reason.
+
+        Users whom a candidate harms contradict those whom it does not harm. So users who agree with the others about
+        the accepted versions still count.
+        """
+        recent = await self._recent()
+        tried = [way.candidate.versions for way in self._ways.values()]
+        accepted = [each for each in recent if not any(_serves(each, versions) for versions in tried)]
+        known = Counter(each.user for each in accepted if each.is_explicit)
+        contradicting = self._parts.contradicting(accepted)
+        agreeing = {user for user, count in known.items() if count >= FAMILIAR and user not in contradicting}
+        return {user: why for user, why in self._parts.contradicting(recent).items() if user not in agreeing}
 
     async def _learn(self) -> None:
         train = [each for each in await self._history() if not self._is_held_out(each)]
