@@ -207,7 +207,8 @@ class Learner:
             if page.is_last:
                 self._close_units(now - self._settle_s)
                 self._judge_served(control)
-            self._set(replace(self.state, after=page.after, after_value=page.after_value))
+            if page.after != self.state.after:
+                self._set(replace(self.state, after=page.after, after_value=page.after_value))
             await self._save()
             if page.is_last:
                 return
