@@ -18,7 +18,7 @@ from agl.contracts import Store
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl.stores import MemoryStore
 from agl_inspect.records.learning import LearningCandidate, ReplayPair
-from agl_learn.contracts import Conversation, Proposal
+from agl_learn.contracts import Conversation, Proposal, SettledPage
 from agl_learn.learner import Learner, Parts
 from agl_run import LearnSettings
 
@@ -136,10 +136,14 @@ class Customers:
 
     # The learner's traffic
 
-    async def settled(self, *, after: str, after_value: float, now: float, limit: int) -> Sequence[Conversation]:
+    async def settled(self, *, after: str, after_value: float, now: float, limit: int) -> SettledPage:
         """Return the conversations after ``after``."""
         first = int(after[1:]) + 1 if after else 0
-        return self.past[first : first + limit]
+        page = self.past[first : first + limit]
+        last = page[-1] if page else Conversation(rollout_id=after, started_at=after_value)
+        return SettledPage(
+            conversations=page, after=last.rollout_id, after_value=last.started_at, is_last=len(page) < limit
+        )
 
     async def recent(self, *, now: float, limit: int) -> Sequence[Conversation]:
         """Return the newest conversations."""

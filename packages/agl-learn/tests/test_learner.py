@@ -13,7 +13,8 @@ from agl_inspect.learning import computed_again
 from agl_inspect.records.labels import labels_of, move
 from agl_inspect.records.learning import LearnerControl
 from agl_inspect.records.splits import SERVED
-from agl_learn.contracts import Conversation
+from agl_learn.contracts import Conversation, SettledPage
+from agl_learn.fall import FallDetector
 from agl_learn.learner import Learner
 from worlds.customers import PROMPT, Customers, settings
 
@@ -374,7 +375,7 @@ def test_label_that_a_person_moves_while_a_share_grows_is_served() -> None:
     customers = serving({"old": 0.5, "new": 0.9, "mine": 0.7}, proposes="new", tasks=0, share=(0.05, 0.2), units=1)
     settled = customers.settled
 
-    async def moving(**given: Any) -> Sequence[Conversation]:
+    async def moving(**given: Any) -> SettledPage:
         if customers.past[-1].arm == "candidate":  # the share grows in this tick
             await move(customers.store, PROMPT, "production", "mine")
         return await settled(**given)
@@ -414,3 +415,60 @@ def test_resource_that_was_added_to_the_file_is_served() -> None:
         return found
 
     assert {PROMPT: "old", "tone": "kind"} == asyncio.run(work()).split.versions["production"]
+
+
+def test_canary_whose_split_was_ended_is_withdrawn() -> None:
+    customers = serving({"old": 0.5, "new": 0.9}, proposes="new", tasks=0, share=(0.05,), units=50)
+
+    async def work() -> Learner:
+        learner = await customers.open("old")
+        await customers.serve(200, until=lambda: len(learner.split.shares) > 1)
+        await customers.store.save_state({key: b"" for key in SERVED.states({"": learner.split})})
+        learner = await customers.restart()
+        await customers.serve(5)
+        return learner
+
+    assert {"production": 1.0} == asyncio.run(work()).split.shares
+    assert "withdrawn" == stages(customers)[-1]
+
+
+def test_conversation_is_looked_at_once_for_a_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it was recorded before the learner started."""
+    heard: list[float] = []
+
+    class Hearing(FallDetector):
+        def add(self, reward: float, *, at: float, kind: str = "") -> None:
+            heard.append(at)
+            super().add(reward, at=at, kind=kind)
+
+    recorded, customers = serving({"old": 0.5}), serving({"old": 0.5})
+    run(recorded, 30)
+    customers.past += recorded.past
+    monkeypatch.setattr("agl_learn.learner.FallDetector", Hearing)
+
+    async def work() -> None:
+        await customers.open("old")
+        await customers.learner.tick()
+
+    asyncio.run(work())
+
+    assert [each.started_at for each in recorded.past] == heard
+
+
+def test_user_of_a_withdrawn_candidate_counts_for_the_next_one() -> None:
+    """Also if the feedback to the conversations with the first candidate may still arrive."""
+    customers = serving({"old": 0.5, "new": 0.5}, proposes="new", tasks=0, share=(0.5,), units=1000)
+    customers.users, customers.settle_s = 10, 1000.0
+
+    async def work() -> Learner:
+        learner = await customers.open("old")
+        await customers.serve(100)
+        assert {"c1"} == {unit.candidate for unit in learner.state.open.values()}
+        await learner.records.control.add(customers.store, {"": LearnerControl(rejected={"c1": "rude"})})
+        await customers.serve(200)
+        return learner
+
+    learner = asyncio.run(work())
+
+    assert "c2" == learner.state.current
+    assert {"c2"} == {unit.candidate for unit in learner.state.open.values()}

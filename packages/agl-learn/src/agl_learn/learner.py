@@ -136,6 +136,7 @@ class Learner:
             raise ConfigError(
                 f"the learner {found.learner!r} serves this store already; give each learner its own store"
             )
+        is_new = found is None or label not in found.versions
         if found is None or label not in found.versions:
             found = ServedSplit(shares={label: 1.0}, versions={label: dict(versions)})
         pins = {arm: {**versions, **own} for arm, own in found.versions.items()}
@@ -147,10 +148,21 @@ class Learner:
                 way = await _Way.load(self._store, self.records, candidates[identity])
                 way.rated_at_pair = self.state.rated
                 self._ways[identity] = way
+        for way in list(self._ways.values()) if is_new else ():
+            self._leave_ended_split(way)
+        counted = self.state.after_value, self.state.after
         for each in reversed(await self._history()):
-            self._look_for_fall(each)
-        self._set_split(self.split.shares, pins, salt=self.split.salt)
+            if (each.started_at, each.rollout_id) <= counted:
+                self._look_for_fall(each)
+        self._set_split(self.split.shares, self.split.versions, salt=self.split.salt)
         await self._save()
+
+    def _leave_ended_split(self, way: "_Way") -> None:
+        """End the canary or the watch of a candidate whose split a person has ended."""
+        if way.stage == "canary":
+            self._end(way, "withdrawn", "its split was ended by a person")
+        elif way.candidate.id == self.state.watched:
+            self._accept(way)
 
     async def tick(self) -> None:
         """Count what has settled, move the candidates, and start what is due."""
@@ -185,20 +197,21 @@ class Learner:
             page = await self._parts.traffic.settled(
                 after=self.state.after, after_value=self.state.after_value, now=now, limit=_BATCH
             )
-            for conversation in page:
+            for conversation in page.conversations:
                 self._count(conversation)
                 self._close_units(conversation.started_at)
                 self._judge_served(control)
-            if len(page) < _BATCH:
+            if page.is_last:
                 self._close_units(now - self._settle_s)
                 self._judge_served(control)
+            self._set(replace(self.state, after=page.after, after_value=page.after_value))
             await self._save()
-            if len(page) < _BATCH:
+            if page.is_last:
                 return
 
     def _count(self, conversation: Conversation) -> None:
         rated = self.state.rated + (conversation.reward is not None)
-        self._set(replace(self.state, after=conversation.rollout_id, after_value=conversation.started_at, rated=rated))
+        self._set(replace(self.state, rated=rated))
         self._look_for_fall(conversation)
         way = self._ways.get(conversation.salt)
         if way is None or way.stage == "replay" or conversation.reward is None:
@@ -208,7 +221,9 @@ class Learner:
             way.answers += way.is_at_share(conversation.started_at) and _serves(conversation, way.candidate.versions)
         if conversation.user in self.state.excluded or unit in way.counted:
             return
-        found = self.state.open.get(unit) or self._opened(unit, conversation, way.candidate)
+        found = self.state.open.get(unit)
+        if found is None or found.candidate != way.candidate.id:
+            found = self._opened(unit, conversation, way.candidate)
         if found.is_new != _serves(conversation, way.candidate.versions):
             return  # the unit changed its arm when the share grew, and only its first arm counts
         guards = {name: found.guards.get(name, 0.0) + value for name, value in way.guards(conversation).items()}
@@ -373,7 +388,7 @@ class Learner:
         """End the candidates that a person rejected."""
         for way in list(self._ways.values()):
             reason = control.rejected.get(way.candidate.id)
-            if reason is not None:
+            if reason is not None and way.candidate.id in self._ways:
                 self._end(way, self._last_stage(way), f"rejected by a person: {reason}")
         await self._save()
 
@@ -419,6 +434,10 @@ class Learner:
     async def _learn(self) -> None:
         train = [each for each in await self._history() if not self._is_held_out(each)]
         live, number = self.split.versions[self._settings.label], self.state.rounds
+        if not train:
+            self._parts.say(f"round {number} ended: the conversations of all users are held out for replays")
+            self._proposals = []
+            return
         try:
             self._proposals = list(await self._parts.proposer.propose(train, live=live, number=number))
         except StoreError:
@@ -536,12 +555,12 @@ class Learner:
         await self._save()
 
     async def _begin_canary(self, way: "_Way", reason: str) -> None:
-        gate, shares = way.replay["replay"], self._settings.gate.canary.share
+        gate, shares, limits = way.replay["replay"], self._settings.gate.canary.share, await self._limits()
         if self.state.watched:
             self._accept(self._ways[self.state.watched])
         live = self.split.versions[self._settings.label]
         changed = {name: live[name] for name in way.candidate.versions}
-        way.candidate = replace(way.candidate, baseline=changed, limits=await self._limits())
+        way.candidate = replace(way.candidate, baseline=changed, limits=limits)
         self._enter(way, "canary", share=shares[-1 if gate.mean >= FAILING else 0], reason=reason)
 
     async def _limits(self) -> dict[str, float]:
