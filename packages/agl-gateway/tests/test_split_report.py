@@ -419,8 +419,9 @@ HIGH = [0.8, 0.9, 0.8, 0.9] * 5
         ({"production": LOW, "candidate": HIGH}, ("--error", "1e-5"), 1, "164,493 to 1 needed"),
         ({"production": LOW, "candidate": LOW}, (), 1, "not shown to be better"),
         ({"production": HIGH, "candidate": LOW}, (), 1, "worse, evidence"),
+        ({"production": LOW, "candidate": [*HIGH, -3.0]}, (), 1, "the reward -3 is outside the range from 0 to 1"),
     ],
-    ids=["better", "gain too small", "evidence too weak", "equal", "worse"],
+    ids=["better", "gain too small", "evidence too weak", "equal", "worse", "out of range"],
 )
 def test_arm_is_promoted_only_at_strong_evidence(
     command: Callable[..., Result],
@@ -464,6 +465,7 @@ def test_promoted_arm_leaves_nothing_to_compare(command: Callable[..., Result]) 
     [
         (("split", "production", "production"), "cannot be compared"),
         (("split", "production", "canary"), "'canary' names no version"),
+        (("split", "--min-gain", "0.1"), "--min-gain would do nothing without --promote"),
         (("split", "production", "candidate", "canary", "--promote", "prompt"), "compares two arms and got 3"),
     ],
 )

@@ -17,7 +17,7 @@ from agl.stores import MemoryStore
 from agl_inspect.records import labels
 from agl_inspect.records.state import AlgorithmState, save_progress
 from agl_inspect.terminal.program import cli
-from agl_inspect.versions import diff_versions
+from agl_inspect.versions import Arm, compare_arms, diff_versions
 from agl_store_sqlite._store import SQLiteStore
 
 VERSIONS = [
@@ -53,7 +53,9 @@ async def fill(
     for version, values in rewards.items():
         rollouts = [
             Rollout(rollout_id=f"{version}-{i}", task=task, experiment="e", mode=mode, resources={"prompt": version})
-            for mode, tasks in [("val", validated[version]) if version in (validated or {}) else ("train", values)]
+            for mode, tasks in [
+                ("val", validated[version]) if version in (validated or {}) else ("train", range(len(values)))
+            ]
             for i, task in enumerate(tasks)
         ]
         await store.enqueue(rollouts)
@@ -174,7 +176,7 @@ LOW, HIGH = [0.1, 0.2] * 6, [0.8, 0.9] * 6
     ("rewards", "options", "status", "message"),
     [
         ({"v1": LOW, "v2": HIGH}, (), 0, "better, evidence 46 to 1: difference +0.7000"),
-        ({"v1": LOW, "v2": HIGH}, ("--min-gain", "0.7"), 1, "evidence 1 to 1 for the new version, 33 to 1 needed"),
+        ({"v1": LOW, "v2": HIGH}, ("--min-gain", "0.7"), 1, "evidence 1 to 1, 33 to 1 needed"),
         ({"v1": LOW, "v2": HIGH}, ("--error", "0.001"), 1, "1,645 to 1 needed"),
         ({"v1": LOW, "v2": LOW[::-1]}, (), 1, "v2 is not shown to be better than v1: cannot be told apart"),
         ({"v1": HIGH, "v2": LOW}, (), 1, "v2 is not shown to be better than v1: worse"),
@@ -223,7 +225,9 @@ def test_compare_reports_both_arms_and_the_ratio(run: Callable[..., Result]) -> 
     assert "v1: mean 0.5000" in done.output
     assert "v2: mean 0.7500" in done.output  # the third reward has no partner
     assert "policy_improvement_ratio 1.500, 2 and 2 rollouts; about" in done.output
-    assert done.output.endswith("pairs of rollouts would do\nnot paired by task: v1 has no validation with a reward\n")
+    assert done.output.endswith(
+        " pairs would do\nnot paired by task: 0 validation tasks in both; left out: 0 and 1 rollout\n"
+    )
 
 
 BETTER = {"v1": [0.1, 0.3, 0.5, 0.7, 0.9], "v2": [0.16, 0.34, 0.55, 0.76, 0.94]}
@@ -261,46 +265,96 @@ def test_compare_weighs_named_rewards_as_the_experiments_last_step_did(
     assert "v2: mean 0.7500" in output
 
 
-def test_compare_pairs_the_validations_of_the_same_tasks(run: Callable[..., Result]) -> None:
-    tasks = {"v1": [*"abcde"], "v2": [*"abcde"]}
-    lines = run("compare", "prompt", "v1", "v2", rewards=BETTER, validated=tasks).output.splitlines()
-    assert lines[2].startswith(
-        "cannot be told apart, evidence 1.1 to 1 for the new version, 40 to 1 needed: difference"
-    )
-    assert "difference +0.0500 [-1.0000, +1.0000], policy_improvement_ratio 1.100, paired by 5 tasks," in lines[2]
+def test_compare_pairs_nine_validations_of_the_same_tasks(run: Callable[..., Result]) -> None:
+    rewards = {version: [*values, *values] for version, values in BETTER.items()}
+    tasks = {"v1": [*"abcdefghij"], "v2": [*"abcdefghij"]}
+    lines = run("compare", "prompt", "v1", "v2", rewards=rewards, validated=tasks).output.splitlines()
+    assert "policy_improvement_ratio 1.100, paired by 10 tasks, 10 and 10 rollouts; about" in lines[2]
     assert 3 == len(lines)
 
 
 def test_compare_leaves_out_tasks_that_one_version_was_not_validated_on(run: Callable[..., Result]) -> None:
-    tasks = {"v1": [*"aabcd"], "v2": [*"bcdee"]}
-    lines = run("compare", "prompt", "v1", "v2", rewards=BETTER, validated=tasks).output.splitlines()
-    assert "v1: mean 0.7000" in lines[0]
-    assert "v2: mean 0.3500" in lines[1]
-    assert "paired by 3 tasks, 3 and 3 rollouts; about" in lines[2]
-    assert "tasks that only one of them was validated on are left out: 2" == lines[3]
-
-
-def test_compare_counts_a_repeated_task_once(run: Callable[..., Result]) -> None:
-    repeated = {"v1": [*"aabbc"], "v2": [*"abccc"]}
-    lines = run("compare", "prompt", "v1", "v2", rewards=BETTER, validated=repeated).output.splitlines()
-    assert "paired by 3 tasks, 5 and 5 rollouts; about" in lines[2]
+    tasks = {"v1": [*"aabcdefghi"], "v2": [*"abcdefghijj"]}
+    rewards = {"v1": [0.1] * 10, "v2": [0.3] * 11}
+    lines = run("compare", "prompt", "v1", "v2", rewards=rewards, validated=tasks).output.splitlines()
+    assert "paired by 9 tasks, 10 and 9 rollouts; about" in lines[2]
+    assert "left out: 0 and 2 rollouts" == lines[3]
 
 
 @pytest.mark.parametrize(
-    ("validated", "why"),
-    [
-        ({"v2": [*"abcde"]}, "v1 has no validation with a reward"),
-        ({"v1": [*"abcde"], "v2": [*"vwxyz"]}, "of 5 and 5 validation tasks only 0 are in both"),
-        ({"v1": [*"abcde"], "v2": [*"abxyz"]}, "of 5 and 5 validation tasks only 2 are in both"),
-    ],
+    ("validated", "common"),
+    [({"v2": [*"abcde"]}, "0 validation tasks"), ({"v1": [*"abcde"], "v2": [*"abxyz"]}, "2 validation tasks")],
 )
-def test_compare_without_common_tasks_counts_all_rollouts_and_says_so(
-    run: Callable[..., Result], validated: dict[str, Sequence[Any]], why: str
+def test_compare_with_few_common_tasks_counts_all_rollouts_and_says_so(
+    run: Callable[..., Result], validated: dict[str, Sequence[Any]], common: str
 ) -> None:
     done = run("compare", "prompt", "v1", "v2", rewards=BETTER, validated=validated)
     assert "difference +0.0500" in done.output
     assert ", 5 and 5 rollouts; about" in done.output
-    assert done.output.endswith(f"\nnot paired by task: {why}\n")
+    assert done.output.endswith(f"\nnot paired by task: {common} in both\n")
+
+
+def arm_of(version: str, values: Sequence[float], *, start: float = 0.0, validated: Sequence[float] = ()) -> Arm:
+    """Return an arm with a user for each value, and validations of the tasks 0, 1 and so on."""
+    users = {f"{version}-{n}": [value] for n, value in enumerate(values)}
+    tasks = {f"task-{n}": [value] for n, value in enumerate(validated)}
+    ended = {unit: start + n for n, unit in enumerate([*users, *tasks])}
+    return Arm(version=version, units={**users, **tasks}, ended=ended, validated=tasks)
+
+
+def test_newest_rollouts_of_the_old_version_are_paired() -> None:
+    old, new = arm_of("v1", [*[0.0] * 20, *[1.0] * 200]), arm_of("v2", [0.8] * 20, start=1000)
+
+    found, counted, note = compare_arms(old, new)
+
+    assert [[1.0] * 20, [0.8] * 20] == [arm.rewards for arm in counted]
+    assert pytest.approx(-0.2) == found.difference
+    assert note.endswith("left out: 200 and 0 rollouts")
+
+
+def test_pairs_do_not_change_when_rollouts_are_added() -> None:
+    old, more = arm_of("v1", [0.1, 0.2, 0.3]), arm_of("v1", [0.1, 0.2, 0.3, 0.9, 0.9, 0.9])
+    new = arm_of("v2", [0.4], start=2.5)
+
+    assert compare_arms(old, new)[0].evidence == compare_arms(more, new)[0].evidence
+
+
+def test_few_common_validation_tasks_do_not_hide_what_users_say() -> None:
+    old, new = (arm_of(name, [value] * 100, validated=[value] * 3) for name, value in (("v1", 0.0), ("v2", 1.0)))
+
+    found, _, note = compare_arms(old, new)
+
+    assert ("better", 103, "not paired by task: 3 validation tasks in both") == (found.verdict, found.pairs, note)
+
+
+def test_task_that_ran_often_counts_once(run: Callable[..., Result]) -> None:
+    same = {"v1": [{"n": 1}] * 30, "v2": [{"n": 1}] * 30}
+    run("promote", "prompt", "v1", rewards={"v1": [0.0] * 30, "v2": [1.0] * 30}, validated=same)
+
+    done = run("promote", "prompt", "v2", "--if-better")
+
+    assert (1, True) == (done.exit_code, "cannot be told apart, evidence 1.3 to 1" in done.output), done.output
+
+
+def test_rewards_outside_the_declared_range_are_refused(run: Callable[..., Result]) -> None:
+    run("promote", "prompt", "v1", rewards={"v1": [0.0] * 40, "v2": [5.0] * 40})
+
+    plain, wide = (run("promote", "prompt", "v2", "--if-better", *given) for given in ((), ("--range", "-5", "5")))
+
+    assert (1, True) == (plain.exit_code, "the reward 5 is outside the range from 0 to 1" in plain.output)
+    assert (0, True) == (wide.exit_code, "40 and 40 rollouts with rewards within a span of 10" in wide.output)
+
+
+def test_comparison_that_cannot_be_made_spends_nothing(run: Callable[..., Result]) -> None:
+    run("promote", "prompt", "v1", rewards={"v1": LOW, "v2": LOW})
+
+    refused = [
+        run("promote", "prompt", version, "--if-better", *options).output
+        for version, options in [("tried", ()), ("v2", ("--experiment", "typo")), ("v2", ("--min-gain", "1.5"))]
+    ]
+
+    assert "--min-gain 1.5 is out of reach for rewards from 0 to 1" in refused[-1]
+    assert "33 to 1 needed" in run("promote", "prompt", "v2", "--if-better").output
 
 
 @pytest.mark.parametrize(

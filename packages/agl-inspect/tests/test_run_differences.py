@@ -9,7 +9,7 @@ from agl.contracts import ExperimentRecord
 from agl.stores import MemoryStore
 from agl_inspect.advice.run_differences import RunDifference, compare_runs
 from agl_inspect.records.state import run_key
-from agl_inspect.records.validations import Validation
+from agl_inspect.records.validations import Validation, Validations, digest_of
 
 ZEROS, ONES = (0.0,) * 12, (1.0,) * 12
 
@@ -71,3 +71,18 @@ def test_comparisons_with_the_first_run_share_their_error() -> None:
 def test_run_without_a_validation_cannot_be_compared() -> None:
     (found,) = compared([one(ONES)], [])
     assert (None, "b cannot be compared with a: b has no validation") == (found.comparison, found.words)
+
+
+def test_one_earlier_large_loss_does_not_hide_a_fall() -> None:
+    async def odds() -> float:
+        store, tasks = MemoryStore(), list(range(30))
+        for at in (one([-10.0, *[0.0] * 29]), one([1.0] * 30, turn=2), one([0.0] * 30, turn=3)):
+            key = run_key("a", 1, f"validation/{at.turn:08d}")
+            await store.save_state({key: msgspec.json.encode(msgspec.structs.replace(at, tasks=digest_of(tasks)))})
+        found = Validations(store, name="a", run=1, tasks=tasks, train=(), agent="", tuned=frozenset())
+        await found.load()
+        last = found.at(3)
+        assert last is not None
+        return found.evidence_of_fall(last)
+
+    assert asyncio.run(odds()) > 1e6

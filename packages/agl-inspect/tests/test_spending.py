@@ -28,3 +28,14 @@ def test_each_label_has_an_error_of_its_own() -> None:
         return [*first, *await spent(store, "v3 against v1", label="beta"), *await spent(store, "t", resource="tools")]
 
     assert [error_for(1, error=0.05)] * 3 == asyncio.run(body())
+
+
+def test_comparisons_that_begin_together_share_no_number() -> None:
+    async def body() -> tuple[list[float], list[float]]:
+        store, names = MemoryStore(), [f"v{number} against v1" for number in range(6)]
+        found = await asyncio.gather(*(spent(store, name) for name in names))
+        return [share for (share,) in found], await spent(store, *names)
+
+    shares, again = asyncio.run(body())
+
+    assert (6, shares) == (len(set(shares)), again)

@@ -38,7 +38,7 @@ def test_comparison_gives_each_direction_half_of_the_error() -> None:
     for _ in range(8):
         gate.update(0.0, 1.0)
 
-    found = compare([0.0] * 8, [1.0] * 8, error=0.1)
+    found = compare([0.0] * 8, [1.0] * 8, error=0.05)
 
     assert found == comparison_of(gate, means=(0.0, 1.0), counts=(8, 8))
     assert ("better", 20, gate.evidence, gate.lower) == (found.verdict, found.threshold, found.evidence, found.low)
@@ -112,7 +112,7 @@ def test_words_say_how_strong_the_evidence_is_and_how_much_is_missing() -> None:
     same = compare_tasks({"a": [0.5], "b": [0.5]}, {"a": [0.5], "b": [0.5]})
 
     assert few.words.startswith("cannot be told apart, evidence 3.7 to 1 for the new version, 40 to 1 needed: ")
-    assert few.words.endswith(" 4 and 4 rollouts; about 8 pairs of rollouts would do")
+    assert few.words.endswith(" 4 and 4 rollouts; about 9 pairs would do")
     assert many.words.startswith("better, evidence 77 to 1: difference +1.0000 [")
     assert compare([1.0] * 10, [0.0] * 10).words.startswith("worse, evidence 77 to 1: difference -1.0000 [")
     assert same.words.endswith("paired by 2 tasks, 2 and 2 rollouts; more of the same would not do")

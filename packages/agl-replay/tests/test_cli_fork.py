@@ -291,7 +291,7 @@ def report(reward: float | None, *rewards: float | None, call: int = 2) -> ForkR
         (report(0.0, *[1.0] * 9, call=3), "went wrong at call 3"),
         (report(1.0, *[0.0] * 9), "do worse than the recorded run, evidence 44 to 1, which owes its reward to call 2"),
         (report(0.0, *[1.0] * 8), "evidence 25 to 1, and 40 to 1 is needed; about 9 forks would do, see --n"),
-        (report(0.5, 1.0), "evidence 1.2 to 1, and 40 to 1 is needed; about 14 forks would do"),
+        (report(0.5, 1.0), "evidence 1.2 to 1, and 40 to 1 is needed; about 16 forks would do"),
         (report(1.0, 1.0, 1.0), "nothing shows that call 2 or a later one decided it"),
         (report(0.5, *[0.0, 1.0] * 20, 0.55), "nothing shows that call 2 or a later one decided it"),
         (report(0.5, 0.0, 1.0), "--at with a number below 2 looks before it"),

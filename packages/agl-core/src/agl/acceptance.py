@@ -146,9 +146,9 @@ class Gate:
         """
         if not self.count:
             return None
-        growth = max(self._better.growth(self.count), self._worse.growth(self.count))
-        # A fifth of the bets grow about as fast as the best one, and the others lose their stake.
-        return math.ceil(math.log(5 / self.error) / growth) if growth > 1e-9 else None
+        times = min(wealth.times_until(1 / self.error) for wealth in (self._better, self._worse))
+        needed = times * self.count
+        return math.ceil(needed - 1e-6) if needed < 1e9 else None
 
     @property
     def words(self) -> str:
@@ -219,9 +219,15 @@ class _Wealth:
         """The mean wealth."""
         return _mean_odds(self._logs)
 
-    def growth(self, count: int) -> float:
-        """Return the mean gain in log wealth of the best bet, for each of ``count`` differences."""
-        return max(self._logs) / count
+    def times_until(self, odds: float) -> float:
+        """Return how many times the differences so far would have to come to reach ``odds``; infinite for never."""
+        if max(self._logs) <= 0:
+            return math.inf
+        low, high = 0.0, math.log(odds * len(BETS)) / max(self._logs)
+        while high - low > 1e-9 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if _mean_odds([middle * log for log in self._logs]) >= odds else (middle, high)
+        return high
 
 
 def _mean_odds(logs: Sequence[float]) -> float:

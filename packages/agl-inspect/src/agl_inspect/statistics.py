@@ -28,7 +28,7 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
         evidence: The odds that the new version is better; 14 means 14 to 1.
         evidence_of_harm: The odds that the new version is worse.
         threshold: The odds from which a verdict follows.
-        pairs: Number of differences: of tasks, of pairs of rollouts, or of units of a split.
+        pairs: Number of differences: of tasks, of other pairs, or of units of a split.
         needed: About how many of them would do if the rest is like these, at least one more; ``None`` if no number
             would.
         policy_improvement_ratio: Mean of the new rewards divided by that of the old ones; ``None`` unless the old
@@ -37,6 +37,7 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
         new_count: Number of new rewards that count.
         paired_tasks: Number of tasks by which rewards were paired; 0 if they were not.
         is_split: Whether a split assigned the versions, so each reward was compared with the usual old one.
+        span: The largest possible reward minus the smallest one; the bounds and the error hold only within it.
     """
 
     verdict: Literal["better", "worse", "undecidable"]
@@ -53,6 +54,7 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     new_count: int
     paired_tasks: int = 0
     is_split: bool = False
+    span: float = 1.0
 
     @property
     def words(self) -> str:
@@ -66,7 +68,8 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
         if self.verdict != "undecidable":
             return f"{self.verdict}, {found}"
         favoured = "old" if self.evidence_of_harm > self.evidence else "new"
-        return f"cannot be told apart, {found} for the {favoured} version, {odds_text(self.threshold)} needed"
+        side = "" if found == "evidence 1 to 1" else f" for the {favoured} version"
+        return f"cannot be told apart, {found}{side}, {odds_text(self.threshold)} needed"
 
     @property
     def _ratio(self) -> str:
@@ -76,18 +79,19 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     @property
     def _counts(self) -> str:
         paired = f"paired by {count_of(self.paired_tasks, 'task')}, " if self.paired_tasks else ""
-        return f"{paired}{self.old_count:,} and {count_of(self.new_count, 'rollout')}"
+        span = "" if self.span == 1 else f" with rewards within a span of {self.span:g}"
+        return f"{paired}{self.old_count:,} and {count_of(self.new_count, 'rollout')}{span}"
 
     @property
     def _rest(self) -> str:
         if self.verdict != "undecidable":
             return ""
-        things = "tasks" if self.paired_tasks else "users or conversations" if self.is_split else "pairs of rollouts"
+        things = "tasks" if self.paired_tasks else "users or conversations" if self.is_split else "pairs"
         return f"; about {self.needed:,} {things} would do" if self.needed else "; more of the same would not do"
 
 
 def compare(
-    old: Sequence[float], new: Sequence[float], *, error: float = 0.05, gain: float = 0.0, span: float | None = None
+    old: Sequence[float], new: Sequence[float], *, error: float = 0.025, gain: float = 0.0, span: float | None = None
 ) -> Comparison:
     """Compare two samples of independent rewards; the first old reward is paired with the first new one, and so on.
 
@@ -96,7 +100,7 @@ def compare(
     Args:
         old: The rewards of the old version, in an order that does not depend on them, such as that of their arrival.
         new: The rewards of the new version.
-        error: The largest probability of a wrong verdict; ``better`` and ``worse`` have one half each.
+        error: The largest probability of a wrong ``better``, and of a wrong ``worse``.
         gain: The gain in reward above which the new version counts as better.
         span: The largest possible reward minus the smallest one. By default 1 if all rewards lie between 0 and 1,
             otherwise the largest reward seen minus the smallest one. ``error`` then holds only if no reward can lie
@@ -105,14 +109,10 @@ def compare(
     Raises:
         ConfigError: A sample is empty.
     """
-    if not old or not new:
-        raise ConfigError(
-            f"there are {count_of(len(old), 'reward')} of the old version and {len(new)} of the new one, and a "
-            "comparison needs one of each at least; record more rollouts"
-        )
+    need_both(old, new)
     count = min(len(old), len(new))
     old, new = old[:count], new[:count]
-    gate = _filled(old, new, error=error / 2, gain=gain, span=span)
+    gate = _filled(old, new, error=error, gain=gain, span=span)
     return comparison_of(gate, means=(fmean(old), fmean(new)), counts=(count, count))
 
 
@@ -120,7 +120,7 @@ def compare_tasks(
     old: Mapping[str, Sequence[float]],
     new: Mapping[str, Sequence[float]],
     *,
-    error: float = 0.05,
+    error: float = 0.025,
     gain: float = 0.0,
     span: float | None = None,
 ) -> Comparison:
@@ -135,7 +135,7 @@ def compare_tasks(
     if not common:
         raise ConfigError("the samples have no task in common; validate both versions on the same tasks")
     first, second = ([fmean(rewards[task]) for task in common] for rewards in (old, new))
-    gate = _filled(first, second, error=error / 2, gain=gain, span=span)
+    gate = _filled(first, second, error=error, gain=gain, span=span)
     counts = sum(len(old[task]) for task in common), sum(len(new[task]) for task in common)
     return comparison_of(gate, means=(fmean(first), fmean(second)), counts=counts, paired_tasks=len(common))
 
@@ -170,6 +170,7 @@ def comparison_of(
         new_count=counts[1],
         paired_tasks=paired_tasks,
         is_split=is_split,
+        span=gate.span,
     )
 
 
@@ -178,6 +179,33 @@ def _filled(old: Sequence[float], new: Sequence[float], *, error: float, gain: f
     for before, after in zip(old, new, strict=True):
         gate.update(before, after)
     return gate
+
+
+def need_both(old: Sequence[float], new: Sequence[float]) -> None:
+    """Raise :class:`ConfigError` unless both versions have rewards."""
+    if not old or not new:
+        raise ConfigError(
+            f"there are {count_of(len(old), 'reward')} of the old version and {len(new)} of the new one, and a "
+            "comparison needs one of each at least; record more rollouts"
+        )
+
+
+def declared_span(old: Sequence[float], new: Sequence[float], *, ends: tuple[float, float], gain: float) -> float:
+    """Return the length of the declared range of rewards, from which a promotion is decided.
+
+    Raises:
+        ConfigError: A version has no rewards, a reward lies outside the range, or no reward in it shows the gain.
+    """
+    need_both(old, new)
+    low, high = ends
+    if outside := [reward for reward in (*old, *new) if not low <= reward <= high]:
+        raise ConfigError(
+            f"the reward {outside[0]:g} is outside the range from {low:g} to {high:g}, on which the promotion's error "
+            "depends; give the smallest and the largest possible reward with --range LOW HIGH"
+        )
+    if abs(gain) >= high - low:
+        raise ConfigError(f"--min-gain {gain:g} is out of reach for rewards from {low:g} to {high:g}")
+    return high - low
 
 
 def span_of(rewards: Sequence[float]) -> float:

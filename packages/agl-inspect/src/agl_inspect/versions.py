@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
@@ -16,13 +17,17 @@ from agl.schemas import JsonResource, PromptTemplate, Record, Resource, Resource
 from agl_inspect.records import labels
 from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, TRIAL, group_id_of
 from agl_inspect.records.shelf import Shelf
+from agl_inspect.records.splits import unit_of
 from agl_inspect.records.state import unsaved
 from agl_inspect.searches import Candidate, candidates_of, owner_of
-from agl_inspect.statistics import Comparison, compare, compare_tasks, interval
+from agl_inspect.statistics import Comparison, compare_tasks, interval, need_both
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
 from agl_inspect.text import ends
 
 _MANY = 1000
+
+LEAST_TASKS = 9
+"""The number of common validation tasks from which only these count: fewer cannot give a verdict."""
 
 
 class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -68,15 +73,23 @@ class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A version in a comparison, with the rewards of all finished rollouts that ran with it.
+    """A version in a comparison, with the rewards of finished rollouts that ran with it.
 
     Attributes:
+        units: The rewards by what is independent: the user, else the conversation, else a digest of the task.
+        ended: The time at which the first rollout of each unit ended, in Unix seconds.
         validated: The rewards of the version's validation rollouts, by a digest of the task.
     """
 
     version: str
-    rewards: list[float]
+    units: dict[str, list[float]]
+    ended: dict[str, float] = {}
     validated: dict[str, list[float]] = {}
+
+    @property
+    def rewards(self) -> list[float]:
+        """All rewards, unit by unit."""
+        return [reward for rewards in self.units.values() for reward in rewards]
 
     @property
     def summary(self) -> str:
@@ -221,16 +234,26 @@ async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: 
         ours = [r.rollout_id for r in page if is_counted(r) and r.resources.get(name, "") in versions]
         scored = [each async for each in rewards_of(store, ours)]
         found += [(r, reward or 0.0) for r, reward in scored if reward is not None or r.status == "failed"]
-    found.sort(key=lambda each: each[0].finished_at or each[0].started_at)  # a conversation may not have ended
+    found.sort(key=lambda each: _end(each[0]))
     return [_arm(version, [each for each in found if each[0].resources[name] == version]) for version in versions]
 
 
+def _end(rollout: Rollout) -> float:
+    return rollout.finished_at or rollout.started_at or 0.0  # a conversation may not have ended
+
+
 def _arm(version: str, found: Sequence[tuple[Rollout, float]]) -> Arm:
+    units: dict[str, list[float]] = {}
+    ended: dict[str, float] = {}
     validated: dict[str, list[float]] = {}
     for rollout, reward in found:
+        unit = unit_of(rollout)
+        unit = group_id_of(rollout.task) if unit == rollout.rollout_id else unit
+        units.setdefault(unit, []).append(reward)
+        ended.setdefault(unit, _end(rollout))
         if rollout.mode == "val":
             validated.setdefault(group_id_of(rollout.task), []).append(reward)
-    return Arm(version=version, rewards=[reward for _, reward in found], validated=validated)
+    return Arm(version=version, units=units, ended=ended, validated=validated)
 
 
 def resource_text(resource: Resource) -> str:
@@ -269,12 +292,13 @@ async def _known(store: Store, name: str) -> str:
 
 
 def compare_arms(
-    old: Arm, new: Arm, *, error: float = 0.05, gain: float = 0.0
+    old: Arm, new: Arm, *, error: float = 0.025, gain: float = 0.0, span: float | None = None
 ) -> tuple[Comparison, tuple[Arm, Arm], str]:
-    """Compare two versions by their rewards.
+    """Compare two versions by their rewards; ``error`` is that of each direction.
 
-    Rewards are paired by task if the versions have at least two validation tasks in common, and these are at least half
-    of the validation tasks of each version. Otherwise all rollouts count, paired in the order in which they ended.
+    With at least `LEAST_TASKS` validation tasks in common, only these tasks count. Otherwise all rollouts count: a user
+    or a task enters once, by its mean, and is compared with itself if both versions have it. Each other one is paired
+    with the newest one of the other version that has no partner yet.
 
     Returns:
         The comparison, both arms reduced to the rewards that count in it, and a note on the pairing.
@@ -282,35 +306,37 @@ def compare_arms(
     Raises:
         ConfigError: A version has no rewards.
     """
-    common = [task for task in old.validated if task in new.validated]
-    counts = len(old.validated), len(new.validated)
-    if len(common) < 2 or 2 * len(common) < max(counts):
-        arms = _first(old, len(new.rewards)), _first(new, len(old.rewards))
-        return compare(old.rewards, new.rewards, error=error, gain=gain), arms, _why_not(old, new, len(common))
-    arms = _on(old, common), _on(new, common)
-    left_out = sum(counts) - 2 * len(common)
-    note = f"tasks that only one of them was validated on are left out: {left_out}" if left_out else ""
-    return compare_tasks(arms[0].validated, arms[1].validated, error=error, gain=gain), arms, note
+    need_both(old.rewards, new.rewards)
+    tasks = [task for task in old.validated if task in new.validated]
+    if is_by_task := len(tasks) >= LEAST_TASKS:
+        samples = [{task: arm.validated[task] for task in tasks} for arm in (old, new)]
+    else:
+        pairs = _pairs(old, new)
+        samples = [
+            {str(n): arm.units[pair[side]] for n, pair in enumerate(pairs)} for side, arm in enumerate((old, new))
+        ]
+    found = compare_tasks(*samples, error=error, gain=gain, span=span)
+    counted = [Arm(version=arm.version, units=sample) for arm, sample in zip((old, new), samples, strict=True)]
+    note = "" if is_by_task else f"not paired by task: {count_of(len(tasks), 'validation task')} in both"
+    left = [len(arm.rewards) - len(own.rewards) for arm, own in zip((old, new), counted, strict=True)]
+    if any(left):
+        note += f"{'; ' if note else ''}left out: {left[0]:,} and {count_of(left[1], 'rollout')}"
+    return found if is_by_task else replace(found, paired_tasks=0), (counted[0], counted[1]), note
 
 
-def _first(arm: Arm, count: int) -> Arm:
-    """Return the arm reduced to its first ``count`` rewards."""
-    return Arm(version=arm.version, rewards=arm.rewards[:count])
-
-
-def _on(arm: Arm, tasks: list[str]) -> Arm:
-    """Return the arm reduced to its validation rollouts on ``tasks``."""
-    validated = {task: arm.validated[task] for task in tasks}
-    rewards = [reward for found in validated.values() for reward in found]
-    return Arm(version=arm.version, rewards=rewards, validated=validated)
-
-
-def _why_not(old: Arm, new: Arm, common: int) -> str:
-    for arm in (old, new):
-        if not arm.validated:
-            return f"not paired by task: {arm.version} has no validation with a reward"
-    counts = f"{len(old.validated)} and {count_of(len(new.validated), 'validation task')}"
-    return f"not paired by task: of {counts} only {common} are in both"
+def _pairs(old: Arm, new: Arm) -> list[tuple[str, str]]:
+    """Return the pairs of units in the order in which they were complete; it does not depend on the rewards."""
+    arms = (old, new)
+    pairs = [(unit, unit) for unit in old.units if unit in new.units]
+    others = [(arm.ended[unit], side, unit) for side, arm in enumerate(arms) for unit in arm.units]
+    waiting: tuple[list[str], list[str]] = ([], [])
+    for _, side, unit in sorted(each for each in others if each[2] not in arms[1 - each[1]].units):
+        if waiting[1 - side]:
+            partner = waiting[1 - side].pop()
+            pairs.append((partner, unit) if side else (unit, partner))
+        else:
+            waiting[side].append(unit)
+    return pairs
 
 
 class TrialScore(Record, frozen=True, kw_only=True, omit_defaults=False):

@@ -231,11 +231,11 @@ def report_of(
         is_complete=found.is_complete,
         candidates=candidates,
         tasks=tried,
-        pairs=[compare_pair(tried, mark, marks[0], error=_ERROR / len(marks[1:])) for mark in marks[1:]],
+        pairs=[compare_pair(tried, mark, marks[0], error=_ERROR / 2 / len(marks[1:])) for mark in marks[1:]],
     )
 
 
-def compare_pair(tasks: Sequence[TriedTask], mark: str, baseline: str, *, error: float = _ERROR) -> TriedPair:
+def compare_pair(tasks: Sequence[TriedTask], mark: str, baseline: str, *, error: float = _ERROR / 2) -> TriedPair:
     """Compare a candidate with the baseline by the gate, over the tasks on which both have rewards."""
     both = [task for task in tasks if task.difference(mark, baseline) is not None]
     comparison, words = None, "cannot be compared: no task has rewards of both"

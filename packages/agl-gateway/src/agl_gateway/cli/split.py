@@ -18,11 +18,15 @@ from agl_gateway.traffic.splits import (
 from agl_inspect.records.labels import move
 from agl_inspect.records.spending import spend
 from agl_inspect.records.splits import SERVED, ArmReport, Pins, decided
-from agl_inspect.terminal.opening import pass_manager, store_option, with_store
+from agl_inspect.statistics import declared_span
+from agl_inspect.terminal.opening import given_options, pass_manager, range_option, store_option, with_store
 from agl_inspect.terminal.output import json_option, print_json, print_table
 from agl_inspect.text import ends
 
 _DEFAULT = ("production", "candidate")
+_CONDITIONS = frozenset({"min_gain", "ends", "reason"})
+"""The parameters of the command that have an effect only with ``--promote``."""
+
 _MISSING = "an arm has no rewards yet"
 
 
@@ -38,6 +42,7 @@ _MISSING = "an arm has no rewards yet"
 )
 @click.option("--promote", "promoted", metavar="NAME", help="Promote the second arm's version of NAME if it is better.")
 @click.option("--min-gain", default=0.0, show_default=True, help="With --promote: gain above which an arm is better.")
+@range_option
 @click.option("--reason", default="", help="With --promote: reason to record in the history.")
 @store_option
 @json_option
@@ -49,6 +54,7 @@ def split_(
     error: float,
     promoted: str | None,
     min_gain: float,
+    ends: tuple[float, float],
     reason: str,
     store_url: str | None,
     as_json: bool,
@@ -65,7 +71,7 @@ def split_(
     if len(set(names)) < 2 or len(set(names)) < len(names):
         raise ConfigError(f"the arms {' '.join(names)} cannot be compared; name two different labels or more")
     if promoted:
-        rule = {"error": error, "gain": min_gain}
+        rule = {"error": error, "gain": min_gain, "ends": ends}
         promote = partial(_promote, name=promoted, labels=names, experiment=experiment, reason=reason, **rule)
         made, numbers = with_store(manager, store_url, promote)
         if as_json:
@@ -73,6 +79,10 @@ def split_(
         else:
             click.echo(f"{promoted}: {names[0]} is now {made.version} ({numbers})")
         return
+
+    given = given_options(click.get_current_context())
+    if unused := " and ".join(option for key, option in given.items() if key in _CONDITIONS):
+        raise ConfigError(f"{unused} would do nothing without --promote NAME; add it, or leave out {unused}")
 
     async def work(store: Store) -> SplitReport:
         served = None if labels else await SERVED.get(store)
@@ -98,6 +108,7 @@ async def _promote(
     labels: tuple[str, ...],
     error: float,
     gain: float,
+    ends: tuple[float, float],
     experiment: str | None,
     reason: str,
 ) -> tuple[LabelMove, str]:
@@ -108,9 +119,11 @@ async def _promote(
     _check_only(name, pins)
     old, new = labels
     compared = f"{pins[new][name]} against {pins[old][name]} in a split{f' of {experiment}' if experiment else ''}"
-    share = await spend(store, name, old, compared, error=error)
     placed = await placed_rollouts(store, pins, experiment=experiment)
-    found = compare_placed(placed, old, new, error=share, gain=gain)
+    rewards = [[each.counted for each in placed if each.arm == arm and each.counted is not None] for arm in labels]
+    span = declared_span(*rewards, ends=ends, gain=gain)
+    share = await spend(store, name, old, compared, error=error)
+    found = compare_placed(placed, old, new, error=share, gain=gain, span=span)
     if found is None or found.verdict != "better":
         raise ConfigError(f"{new} is not shown to be better than {old}: {found.words if found else _MISSING}")
     return await move(store, name, old, pins[new][name], reason=reason or found.words), found.words

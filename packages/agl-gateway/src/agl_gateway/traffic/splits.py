@@ -209,6 +209,11 @@ class Placed(NamedTuple):
     arm: str
     reward: float | None
 
+    @property
+    def counted(self) -> float | None:
+        """The reward, 0 for a failed rollout without one; ``None`` if the rollout is left out."""
+        return 0.0 if self.reward is None and self.rollout.status == "failed" else self.reward
+
 
 async def placed_rollouts(store: Store, pins: Pins, *, experiment: str | None) -> list[Placed]:
     """Return the rollouts in a split, in the order in which they were placed; reads the spans of every one.
@@ -246,7 +251,13 @@ async def split_report(store: Store, pins: Pins, *, experiment: str | None = Non
 
 
 def compare_placed(
-    placed: Sequence[Placed], old: str, new: str, *, error: float, gain: float = 0.0
+    placed: Sequence[Placed],
+    old: str,
+    new: str,
+    *,
+    error: float,
+    gain: float = 0.0,
+    span: float | None = None,
 ) -> Comparison | None:
     """Compare two arms of a split by their units; ``None`` if an arm has no reward.
 
@@ -259,12 +270,13 @@ def compare_placed(
         new: The label of the second arm.
         error: The largest probability of a wrong ``better``, and of a wrong ``worse``.
         gain: The gain in reward above which the second arm counts as better.
+        span: The largest possible reward minus the smallest one; by default that of :func:`span_of`.
     """
     units = _units(placed, old, new)
     before, after = ([reward for unit in units if unit.arm == label for reward in unit.rewards] for label in (old, new))
     if not before or not after:
         return None
-    gate = Gate(error=error, gain=gain, span=span_of([*before, *after]))
+    gate = Gate(error=error, gain=gain, span=span_of([*before, *after]) if span is None else span)
     for unit in units:
         gate.arrive(fmean(unit.rewards), is_new=unit.arm == new, share=unit.share)
     means, counts = (fmean(before), fmean(after)), (len(before), len(after))
@@ -283,12 +295,12 @@ def _units(placed: Sequence[Placed], old: str, new: str) -> list[_Unit]:
     units: dict[str, _Unit] = {}
     for each in placed:
         placement = placement_of(each.rollout)
-        if placement is None or each.arm not in (old, new) or (each.reward is None and each.rollout.status != "failed"):
+        if placement is None or each.arm not in (old, new) or each.counted is None:
             continue
         share = placement.shares[new] / (placement.shares[new] + placement.shares[old])
         unit = units.setdefault(unit_of(each.rollout), _Unit(each.arm, share, []))
         if unit.arm == each.arm:
-            unit.rewards.append(each.reward or 0.0)
+            unit.rewards.append(each.counted)
     return list(units.values())
 
 

@@ -35,7 +35,7 @@ class RunDifference(Record, frozen=True, kw_only=True, omit_defaults=False):
 async def compare_runs(store: Store, records: Sequence[ExperimentRecord]) -> list[RunDifference]:
     """Compare the newest run of the first experiment with the newest run of each other one."""
     newest = [(record.name, await _newest(store, record)) for record in records]
-    error = _ERROR / max(1, len(newest) - 1)
+    error = _ERROR / 2 / max(1, len(newest) - 1)  # of each direction
     return [_difference(first, other, error=error) for first in newest[:1] for other in newest[1:]]
 
 

@@ -19,11 +19,13 @@ from agl_inspect.records import labels
 from agl_inspect.records.spending import spend
 from agl_inspect.records.state import DEFERRED
 from agl_inspect.searches import COLUMNS, Candidate, Search, candidates_of, searches_of
+from agl_inspect.statistics import declared_span
 from agl_inspect.terminal.opening import (
     Reading,
     complete_experiment,
     given_options,
     pass_manager,
+    range_option,
     reads_store,
     store_option,
     with_store,
@@ -45,7 +47,7 @@ from agl_inspect.versions import (
 )
 
 _error = click.FloatRange(0.0, 0.5, min_open=True)
-_CONDITIONS = frozenset({"error", "min_gain", "experiment"})
+_CONDITIONS = frozenset({"error", "min_gain", "ends", "experiment"})
 """The parameters of :func:`promote` that have an effect only with ``--if-better``."""
 
 _NOT_SAVED = (
@@ -218,6 +220,7 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
     help="Largest probability that any promotion of the label is to a version that is no better.",
 )
 @click.option("--min-gain", default=0.0, show_default=True, help="The gain above which VERSION counts as better.")
+@range_option
 @click.option(
     "--experiment", shell_complete=complete_experiment, help="With --if-better: only rollouts of this experiment."
 )
@@ -233,6 +236,7 @@ def promote(
     reason: str,
     error: float,
     min_gain: float,
+    ends: tuple[float, float],
 ) -> None:
     """Point a label at VERSION of NAME (a version or another label).
 
@@ -268,8 +272,9 @@ def promote(
             raise ConfigError(f"{name!r} has no label {label!r} to be better than; promote once without --if-better")
         old, new = await arms(opened, name, [present.version, chosen], experiment=experiment)
         compared = f"{chosen} against {present.version}{f' in {experiment}' if experiment else ''}"
+        span = declared_span(old.rewards, new.rewards, ends=ends, gain=min_gain)
         share = await spend(opened, name, label, compared, error=error)
-        numbers = _better(old, new, error=share, gain=min_gain)
+        numbers = _better(old, new, error=share, gain=min_gain, span=span)
         return await labels.move(opened, name, label, chosen, reason=reason or numbers), numbers
 
     made, numbers = store.read(work)
@@ -300,8 +305,9 @@ def compare_(store: Reading, name: str, old: str, new: str, experiment: str | No
     """Compare the rewards of two versions of NAME.
 
     OLD and NEW are versions or labels. The verdict is better, worse, or that they cannot be told apart. If both were
-    validated on the same tasks, the validations are paired by task. Otherwise all rollouts that ran with them are
-    paired in the order in which they ended; the output says which.
+    validated on nine tasks or more of the same content, these validations are paired by task. Otherwise all rollouts
+    are paired, the newest with the newest, and each user or task counts once. The output says which, and how many
+    rollouts are left out.
     """
 
     async def work(opened: Store) -> Sequence[Arm]:
@@ -311,15 +317,15 @@ def compare_(store: Reading, name: str, old: str, new: str, experiment: str | No
         return await arms(opened, name, names, experiment=experiment)
 
     before, after = store.read(work)
-    result, counted, note = compare_arms(before, after, error=error)
+    result, counted, note = compare_arms(before, after, error=error / 2)
     lines = [f"{arm.version}: {arm.summary}" for arm in counted]
     store.show(result, lambda: [*lines, result.words, *([note] if note else [])])
 
 
-def _better(old: Arm, new: Arm, *, error: float, gain: float) -> str:
+def _better(old: Arm, new: Arm, *, error: float, gain: float, span: float) -> str:
     """Return the comparison as text if ``new`` is better than ``old``; raises :class:`ConfigError` otherwise."""
     # A promotion asks for one direction only, which may have the whole error.
-    found, _, _ = compare_arms(old, new, error=2 * error, gain=gain)
+    found, _, _ = compare_arms(old, new, error=error, gain=gain, span=span)
     if found.verdict != "better":
         raise ConfigError(
             f"{new.version} is not shown to be better than {old.version}: {found.words}. To promote it anyway, leave "

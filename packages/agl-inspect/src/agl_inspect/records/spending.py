@@ -20,8 +20,12 @@ async def spend(store: Store, resource: str, label: str, comparison: str, *, err
         error: The largest probability that any promotion of the label is to a version that is no better.
     """
     shelf = Shelf(int, f"spent/{resource}/{label}/")
-    numbers = await shelf.read(store)
-    if comparison not in numbers:
-        numbers[comparison] = len(numbers) + 1
-        await shelf.add(store, {comparison: numbers[comparison]})
-    return error_for(numbers[comparison], error=error)
+    while True:
+        numbers = await shelf.read(store)
+        number = numbers.get(comparison)
+        tied = sorted(each for each in numbers if numbers[each] == number)
+        if number is not None and tied == [comparison]:
+            return error_for(number, error=error)
+        # It is new, or another process took the same number: then both take new ones, in the order of their names.
+        rank = tied.index(comparison) if tied else 0
+        await shelf.add(store, {comparison: max(numbers.values(), default=0) + 1 + rank})

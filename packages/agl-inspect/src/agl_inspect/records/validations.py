@@ -239,7 +239,7 @@ class Validations:
     def evidence_of_fall(self, one: Validation) -> float:
         """Return the odds that a validation is worse than the best one, on the tasks that both could judge."""
         best = self.best
-        gate = Gate(span=span_of([reward for each in self._found.values() for reward in each.rewards]))
+        gate = Gate(span=span_of([*best.rewards, *one.rewards]))
         left_out = {*one.unjudged, *best.unjudged}
         for task, (before, after) in enumerate(zip(best.rewards, one.rewards, strict=True)):
             if task not in left_out:

@@ -46,6 +46,17 @@ def given_options(ctx: click.Context) -> dict[str, str]:
 
 T = TypeVar("T")
 
+range_option = click.option(
+    "--range",
+    "ends",
+    nargs=2,
+    type=float,
+    default=(0.0, 1.0),
+    show_default="0 1",
+    metavar="LOW HIGH",
+    help="For a promotion on rewards: the smallest and the largest possible reward.",
+)
+
 store_option = click.option(
     "--store",
     "store_url",
