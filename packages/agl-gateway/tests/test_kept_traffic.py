@@ -21,7 +21,7 @@ from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep
 from agl_gateway.traffic.splits import parse_split
 from agl_inspect.records import labels as labels
 from agl_inspect.records.shelf import run_key
-from agl_inspect.records.splits import SERVED
+from agl_inspect.records.splits import SERVED, ServedSplit
 from agl_inspect.records.state import AlgorithmState
 from agl_inspect.terminal.program import cli
 from agl_run.access.tokens import AttemptTokens
@@ -230,27 +230,39 @@ def test_impossible_share_is_refused(tmp_path, words):
     assert words[0] in done.stderr
 
 
-@pytest.mark.parametrize("is_of_learner", [False, True])
-async def test_split_needs_all_conversations(tmp_path, is_of_learner):
+async def test_split_needs_all_conversations(tmp_path):
     store = SQLiteStore(f"sqlite:///{tmp_path}/s.db")
-    await store.publish([ResourceVersion(name="prompt", version=v, resource=JsonResource(value=v)) for v in "ab"])
-    for label, version in (("production", "a"), ("candidate", "b")):
-        await labels.move(store, "prompt", label, version)
-    split = parse_split("production=0.5,candidate=0.5")
-    if is_of_learner:
-        await SERVED.add(store, {"": split})
     service = GatewayService(
         store=store,
         upstreams=[],
         tokens=AttemptTokens(b"a secret of the tests of what is kept"),
         settings=Settings(share=Share(base_rate=0.5)),
-        arms=True,
-        split=None if is_of_learner else split,
+        split=parse_split("production=0.5,candidate=0.5"),
     )
+    await store.publish([ResourceVersion(name="prompt", version=v, resource=JsonResource(value=v)) for v in "ab"])
+    for label, version in (("production", "a"), ("candidate", "b")):
+        await labels.move(store, "prompt", label, version)
     with pytest.raises(ConfigError, match="none may be left out"):
         await service.start()
     await service.stop()
     await store.close()
+
+
+async def test_all_conversations_are_recorded_while_a_learner_serves_a_split(tmp_path, backend, caplog):
+    split = ServedSplit(shares={"production": 1.0}, versions={"production": {"prompt": "a"}})
+    async with serve(tmp_path, backend, Share(base_rate=0.0)) as talk:
+        assert "base_rate" == (await talk.say("a"))["x-agl-not-recorded"]
+        await SERVED.add(talk.store, {"": split})
+        for name in ("b", "c"):
+            assert "production" == (await talk.say(name))["x-agl-arm"]
+        assert {"b", "c"} == await talk.recorded()
+    assert 1 == caplog.text.count("agl learn serves a split in this store, which needs all conversations")
+    share = Share(base_rate=0.0, reward_threshold=0.5, reward_wait_s=1.0)
+    async with serve(tmp_path, backend, share) as talk:  # starts although there is a split
+        await talk.say("d")
+        await talk.end("d")
+        sweep = RewardSweep(talk.store, KeptTraffic(share, idle_s=HOUR), clock=lambda: time.time() + HOUR)
+        assert 0 == await sweep.remove()
 
 
 async def test_removed_conversation_takes_no_late_reward(tmp_path, backend):

@@ -1,5 +1,6 @@
 """A gateway with a redactor stores no personal data, while clients and models get the original texts."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +9,20 @@ import openai
 import pytest
 from click.testing import CliRunner
 
+import agl
 from agl import PluginManager, semconv
-from agl.contracts import REDACTED, Redactor, RolloutQuery, Store
+from agl.contracts import REDACTED, Redactor, RedactorEntry, RolloutQuery, Store
 from agl.episodes import build_episode
-from agl.errors import UnknownComponentError
-from agl.schemas import Reward, Span, new_span_id
+from agl.errors import StoreError, UnknownComponentError
+from agl.schemas import ErrorInfo, Outcome, Reward, Span, SpanEvent, new_span_id
 from agl.stores import all_spans
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_gateway.record.redaction import Patterns
+from agl_gateway.record.redaction import Patterns, Redaction
 from agl_gateway.service import GatewayService
 from agl_inspect.rollouts.explanations import explain
 from agl_inspect.terminal.program import cli
+from agl_run import Quiet
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer, ToolCall
 
@@ -34,6 +37,8 @@ MAIL = "ann@example.org"
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
+        ("1-800-555-0199 or 1 (800) 555-0199", "[phone] or [phone]"),
+        ("4111\xa01111\xa01111\xa01111 and +49\xa030\xa01234567", "[card] and [phone]"),
         ("write to ann.b+c@mail.example.org, please", "write to [email], please"),
         ("+49 30 1234567 or (555) 123-4567 or 030/1234567", "[phone] or [phone] or [phone]"),
         ("card 4111 1111 1111 1111, order 4111 1111 1111 1112", "card [card], order 4111 1111 1111 1112"),
@@ -51,6 +56,7 @@ def test_patterns_replace_each_kind_of_personal_data(text, kept):
     [
         "2026-11-27 18:42:31, 1,234,567.89 or 12345678 of 3.14159265358979",
         "call_abc123def456, chatcmpl-8d3f4122, 550e8400-e29b-41d4-a716-446655440000 at 10.0.0.12:8080",
+        "1764274411123 milliseconds",
         "a @ b, @agl.hookimpl and user@localhost",
     ],
 )
@@ -184,17 +190,86 @@ async def test_spans_that_an_agent_sends_itself_are_redacted(stage: StageFactory
     assert {semconv.OBJECT: "for [email]"} == span.attributes
 
 
+async def test_outcomes_of_workers_are_redacted(stage: StageFactory) -> None:
+    async with stage(redact="patterns") as it:
+        attempt_id, _ = await it.open_attempt()
+        rollout_id = attempt_id.rpartition(".")[0]
+        store = HttpStore(it.url, token=it.tokens.issue("", "", expires_at=2e9, scope="admin"))
+        span = Span(
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            span_id=new_span_id(),
+            name=f"mail to {MAIL}",
+            attributes={semconv.OUTPUT: f"I wrote to {MAIL}"},
+            events=(SpanEvent(name=f"sent to {MAIL}", time_ns=1),),
+            reward=Reward(value=0.0, feedback=MAIL),
+        )
+        error = ErrorInfo(type="ValueError", message=MAIL, traceback=f"ValueError: {MAIL}")
+        await store.finish([Outcome(attempt_id=attempt_id, status="failed", error=error, spans=(span,))])
+        await store.close()
+        (attempt,) = await it.store.attempts(rollout_id)
+        record = await record_of(it.store, rollout_id) + repr(attempt)
+    assert MAIL not in record
+    assert all(
+        text in record for text in ("mail to [email]", "wrote to [email]", "sent to [email]", "ValueError: [email]")
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        ('{"body":"Card:\\n4111 1111 1111 1111"}', '{"body":"Card:\\n[card]"}'),
+        ('{"body":"Dear\\nann@example.org"}', '{"body":"Dear\\n[email]"}'),
+        ('["{\\"to\\":\\"x\\\\nann@example.org\\"}"]', '["{\\"to\\":\\"x\\\\n[email]\\"}"]'),
+        ('{"spaces": [1.50] }', '{"spaces": [1.50] }'),
+        ("{ann@example.org", "{[email]"),
+        ('{"card":4111111111111111}', '{"card":"[card]"}'),
+        (4111111111111111, "[card]"),
+        (1764274411123, 1764274411123),
+    ],
+)
+async def test_json_in_texts_and_integers_are_redacted(value, kept):
+    span = Span(rollout_id="ro", attempt_id="ro.1", span_id=new_span_id(), name="n", attributes={"input": value})
+    (found,) = await Redaction(Patterns()).of([span])
+    assert {"input": kept} == found.attributes
+
+
+@pytest.mark.parametrize("piece", ["[", '{"a":', '["[', '{"a":"\\n'])
+async def test_broken_json_is_an_ordinary_text(piece):
+    span = Span(rollout_id="ro", attempt_id="ro.1", span_id=new_span_id(), name=piece * 20_000)
+    assert [span] == await Redaction(Patterns()).of([span])
+
+
 class Broken:
     def redact(self, text: str) -> str:
-        raise RuntimeError("no model")
+        raise RuntimeError(f"no model for {text}")
 
 
-async def test_call_whose_redactor_fails_is_answered_and_not_stored(serving: ServiceFactory) -> None:
+async def test_call_whose_redactor_fails_is_answered_and_not_stored(serving: ServiceFactory, caplog: Any) -> None:
     async with serving(redactor=Broken(), client_key=CLIENT) as service:
         answer, rollout_id = await say(service, f"Write to {MAIL}")
         assert answer
         assert [] == await all_spans(service.store, rollout_id)
         assert 1 == service.recorder.lost
+    assert "the redactor Broken raised RuntimeError" in caplog.text
+    assert MAIL not in caplog.text
+
+
+async def test_error_of_a_redactor_names_it_and_quotes_no_text(serving: ServiceFactory) -> None:
+    async with serving(redactor=Broken(), client_key=CLIENT) as service:
+        _, rollout_id = await say(service, "hi")
+        store = HttpStore(service.url, token=ADMIN)
+        span = Span(rollout_id=rollout_id, attempt_id=f"{rollout_id}.1", span_id=new_span_id(), name=MAIL)
+        with pytest.raises(StoreError, match="the redactor Broken raised RuntimeError") as raised:
+            await store.append_spans([span])
+        await store.close()
+        rating = {"value": 0.0, "feedback": MAIL}
+        sent = {"authorization": f"Bearer {CLIENT}", "x-agl-conversation-id": "c"}
+        url = f"{service.url}/conversations/rate"
+        async with aiohttp.ClientSession() as session, session.post(url, json=rating, headers=sent) as reply:
+            answer = await reply.text()
+        assert (500, True) == (reply.status, "the redactor Broken raised RuntimeError" in answer), answer
+    assert MAIL not in answer + str(raised.value)
 
 
 def test_unknown_redactor_is_refused_before_anything_is_served(tmp_path, monkeypatch):
@@ -204,6 +279,47 @@ def test_unknown_redactor_is_refused_before_anything_is_served(tmp_path, monkeyp
     assert (1, True) == (done.exit_code, "patterns" in done.output), done.output
     with pytest.raises(UnknownComponentError, match="patterns"):
         EmbeddedGateway(redact="pattern")
+
+
+class Starred:
+    def redact(self, text: str) -> str:
+        return text.replace(MAIL, "***")
+
+
+class StarredPlugin:
+    @agl.hookimpl
+    def agl_redactors(self) -> list[RedactorEntry]:
+        return [RedactorEntry(name="starred", factory=Starred)]
+
+
+def test_experiment_finds_the_redactor_among_its_own_plugins(
+    server: ScriptedModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGL_SECRET", "x" * 32)
+    manager = PluginManager.from_environment()
+    manager.register(StarredPlugin(), name="starred")
+    params = {"model": "scripted", "base_url": server.base_url, "api_key_env": ""}
+    policy: Any = {"use": "openai", "params": params}
+    gateway: Any = {"params": {"redact": "starred"}}
+
+    async def agent(task: str, llm: agl.LLM) -> float:
+        async with openai.AsyncOpenAI(base_url=llm.get_base_url(), api_key=llm.api_key, max_retries=0) as client:
+            await client.chat.completions.create(model="main", messages=[{"role": "user", "content": task}])
+        return 1.0
+
+    store = f"sqlite:///{tmp_path}/runs.db"
+    options: Any = {"policies": {"main": policy}, "gateway": gateway, "plugins": manager, "tracers": ()}
+    agl.Trainer(store=store, folder=tmp_path, progress=Quiet(), **options).fit(
+        agent, train_dataset=[f"Write to {MAIL}"]
+    )
+
+    async def recorded() -> str:
+        opened = SQLiteStore(store)
+        found = "".join([await record_of(opened, one.rollout_id) for one in await opened.rollouts(RolloutQuery())])
+        await opened.close()
+        return found
+
+    assert "Write to ***" in asyncio.run(recorded())
 
 
 def test_plugin_brings_the_redactor_that_agl_redactors_names():

@@ -73,21 +73,19 @@ async def test_resources_of_an_arm_switch_together(tmp_path, servers):
             _, prompt = await gateway.get("/split/resources/prompt", CLIENT, **{"x-agl-conversation-id": name})
             seen.add((*await arm_and_text(gateway, name), prompt["version"]))
         assert {("production", "old", "v1"), ("candidate", "new", "v2")} == seen
-        (fresh,) = await gateway.http.enqueue([Rollout(rollout_id="ro-1", task=0)])
-        placement = placement_of(fresh)
+        (rollout, *_) = await gateway.store.rollouts(RolloutQuery(experiment="served-conversations"))
+        placement = placement_of(rollout)
         assert placement is not None
-        assert ("c1", CANARY, CANARY[placement.arm]) == (placement.salt, placement.versions, fresh.resources)
-        pinned = Rollout(rollout_id="ro-2", task=0, resources={"prompt": "v1"})
-        assert {} == (await gateway.http.enqueue([pinned]))[0].metadata
+        assert ("c1", CANARY, CANARY[placement.arm]) == (placement.salt, placement.versions, rollout.resources)
 
 
-async def test_rollout_of_an_experiment_is_not_placed_by_a_split_with_one_arm(tmp_path, servers):
-    await publish(tmp_path, *prompts("v1", "v2"))
-    async with serve(tmp_path, None) as gateway:
-        await switch(gateway.store, {"production": {"prompt": "v2"}})
-        own = Rollout(rollout_id="ro-own", task=0, resources={"prompt": "v1"})
-        (stored,) = await gateway.http.enqueue([own])
-        assert ({"prompt": "v1"}, {}) == (stored.resources, stored.metadata)
+@pytest.mark.parametrize("versions", [CANARY, {"production": NEW}])
+async def test_split_of_a_learner_places_no_rollout_that_is_queued(tmp_path, servers, versions):
+    await publish(tmp_path, *WEIGHTS, *prompts("v1", "v2"))
+    async with serve(tmp_path, None, two(servers)) as gateway:
+        await switch(gateway.store, versions)
+        (stored,) = await gateway.http.enqueue([Rollout(rollout_id="ro-1", task=0)])
+        assert ({}, {}) == (stored.resources, stored.metadata)
 
 
 async def test_split_of_the_command_line_wins(tmp_path, servers):
@@ -124,6 +122,8 @@ async def test_user_meets_one_arm_until_the_next_candidate(tmp_path, servers, by
         ({}, {"metadata": {"user_id": "m"}, "user": "u", "safety_identifier": "s"}, "m"),
         ({}, {"user": "u", "safety_identifier": "s"}, "s"),
         ({}, {"user": "u"}, "u"),
+        ({}, {"metadata": {"user_id": "user_1a_account_2b_session_3c-4d"}}, "user_1a_account_2b"),
+        ({}, {"metadata": {"user_id": '{"device_id":"1a","session_id":"3c-4d"}'}}, '{"device_id":"1a"}'),
         ({}, {}, None),
     ],
 )

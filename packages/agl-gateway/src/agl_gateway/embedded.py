@@ -24,11 +24,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class EmbeddedGateway(EmbeddedSettings):
-    """Implements :class:`agl.contracts.Gateway`. Its methods may be called from any event loop."""
+    """Implements :class:`agl.contracts.Gateway`. Its methods may be called from any event loop.
+
+    Attributes:
+        plugins: Has the redactor that ``redact`` names; by default, the installed plugins.
+    """
+
+    plugins: PluginManager | None = None
 
     def __post_init__(self) -> None:
         self._certificate = certificate_of(self)
-        self._redaction = redaction_of(self.redact, PluginManager.from_environment()) if self.redact else None
+        self._redaction = None
+        if self.redact:
+            self._redaction = redaction_of(self.redact, self.plugins or PluginManager.from_environment())
         self._settings = Settings(**{one.name: getattr(self, one.name) for one in fields(EmbeddedSettings)})
         self._thread = LoopThread("agl-gateway")
         self._service: GatewayService | None = None

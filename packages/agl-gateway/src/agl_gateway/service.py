@@ -45,7 +45,7 @@ from agl_gateway.traffic.conversations import Conversations
 from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep
 from agl_gateway.traffic.splits import Splitter, check_labels, pins_of
 from agl_inspect.keys import Keys
-from agl_inspect.records.splits import ServedSplit
+from agl_inspect.records.splits import SERVED, ServedSplit
 from agl_run import advertised_url
 from agl_run.access import AttemptTokens
 
@@ -64,6 +64,7 @@ class GatewayService:
     Attributes:
         url: The base URL at which the gateway listens; ``""`` before the start.
         advertised: The base URL for other machines.
+        ignored: The split that `agl learn` saved in the store, if the gateway started with another one.
 
     Args:
         admin_key: A key with the rights of an admin token, or a function that returns such keys, one per line.
@@ -105,6 +106,7 @@ class GatewayService:
         self.tokens = tokens
         self.router = Router(with_distinct_names(upstreams))
         self._split = split
+        self.ignored: ServedSplit | None = None
         self._splitter = Splitter(store, split) if arms or split is not None else None
         self._redaction = redaction or Redaction()
         self._outage = Outage(store, is_watched=bool(spools))
@@ -286,7 +288,7 @@ class GatewayService:
             attempts=attempts,
             quotas=quotas,
             reach=self._reach,
-            splitter=self._splitter,
+            splitter=None if self._split is None else self._splitter,
             redaction=self._redaction,
         )
         traces = TracesApi(
@@ -362,16 +364,18 @@ class GatewayService:
             outage=self._outage,
             redaction=self._redaction,
             traffic=self._traffic,
+            is_split=None if self._splitter is None else self._splitter.is_on,
         )
 
     async def _check_split(self) -> None:
         if self._split is not None and self._arms is not None:
+            self.ignored = await SERVED.get(self.store)
             await check_labels(self.store, self._split.shares)
             await self._arms.check(await pins_of(self.store, list(self._split.shares)))
-        if self._traffic is not None and self._splitter is not None and await self._splitter.current() is not None:
+        if self._split is not None and self._traffic is not None:
             raise ConfigError(
                 "a split compares its arms by all of their conversations, so none may be left out: take away --split, "
-                "or --base-rate and --max-spans-per-minute; a split of agl learn needs all conversations too"
+                "or --base-rate and --max-spans-per-minute"
             )
 
     def _server(self, handler: Dispatcher) -> ConnectionServer:

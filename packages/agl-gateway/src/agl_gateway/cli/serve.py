@@ -339,6 +339,8 @@ def _banner(service: GatewayService, *, store_url: str, token_source: str, split
         shares = ", ".join(f"{label} {share:g}" for label, share in split.shares.items())
         report = command("resources", "split", *split.shares, store_url=store_url)
         lines.append(f"  split        {shares}; the report is {url}/split, or: {report}")
+    if service.ignored is not None:
+        lines.append("  ignored      the split of `agl learn`, because of --split; its candidates get no traffic here")
     if service.has_conversations:
         key = f"<{_CLIENT_ENV}, or the admin token>"
         lines.append(f"  clients      OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY={key}")

@@ -2,20 +2,24 @@
 
 A redactor is a plugin. :class:`Patterns` is the built-in one: it finds what regular expressions can find.
 
-Names, ids and models stay as they are, since calls are joined and selected by them. Keys of JSON objects stay too.
+Names of models, agents and tools, and ids stay as they are, since calls are joined and selected by them. Keys of JSON
+objects stay too.
 """
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from agl import PluginManager, semconv
 from agl.contracts import REDACTED, Redactor
-from agl.schemas import Json, ModelCall, Span
+from agl.schemas import Json, ModelCall, Outcome, Span
 from agl.tracing import redact
+from agl_gateway.wire.problems import Problem
+
+T = TypeVar("T")
 
 _FIELDS = frozenset({"id", "model", "object"})
 """Top-level fields of requests and responses that stay as they are."""
@@ -37,11 +41,29 @@ class Redaction:
         self._redactor = redactor
 
     async def of(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """Return redacted copies of the spans. Works in a thread, because a redactor may run a model."""
+        """Return redacted copies of the spans.
+
+        Raises:
+            Problem: The redactor raised; the message has no text that it got.
+        """
+        return await self._each(spans, _redacted)
+
+    async def of_outcomes(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+        """Return redacted copies of the outcomes; raises as :meth:`of`."""
+        return await self._each(outcomes, _redacted_outcome)
+
+    async def _each(self, values: Sequence[T], redacted: Callable[[T, Redactor], T]) -> Sequence[T]:
         redactor = self._redactor
         if redactor is None:
-            return spans
-        return await asyncio.to_thread(lambda: [_redacted(span, redactor) for span in spans])
+            return values
+        try:  # in a thread, because a redactor may run a model
+            return await asyncio.to_thread(lambda: [redacted(value, redactor) for value in values])
+        except Exception as error:  # noqa: BLE001  # isolation: a plugin's message may quote the text
+            name, kind = type(redactor).__name__, type(error).__name__
+            raise Problem(
+                500,
+                f"the redactor {name} raised {kind}, so nothing was recorded; correct it, or serve without it",
+            ).with_traceback(error.__traceback__) from None
 
 
 def redaction_of(name: str, manager: PluginManager) -> Redaction:
@@ -53,11 +75,24 @@ def _redacted(span: Span, redactor: Redactor) -> Span:
     replace, texts = msgspec.structs.replace, _Texts(redactor)
     return replace(
         span,
+        name=texts.of(span.name),
         call=None if span.call is None else _redacted_call(span.call, texts),
         reward=span.reward and replace(span.reward, feedback=texts.of(span.reward.feedback)),
         attributes=texts.fields(span.attributes, without=_ATTRIBUTES),
-        events=tuple(replace(event, attributes=texts.fields(event.attributes)) for event in span.events),
+        events=tuple(
+            replace(event, name=texts.of(event.name), attributes=texts.fields(event.attributes))
+            for event in span.events
+        ),
         status_message=texts.of(span.status_message),
+    )
+
+
+def _redacted_outcome(outcome: Outcome, redactor: Redactor) -> Outcome:
+    replace, texts, error = msgspec.structs.replace, _Texts(redactor), outcome.error
+    return replace(
+        outcome,
+        error=error and replace(error, message=texts.of(error.message), traceback=texts.of(error.traceback)),
+        spans=tuple(_redacted(span, redactor) for span in outcome.spans),
     )
 
 
@@ -71,31 +106,46 @@ def _redacted_call(call: ModelCall, texts: "_Texts") -> ModelCall:
 
 
 class _Texts:
-    """Redacts every string of a JSON value."""
+    """Redacts the strings of a JSON value, also those of JSON in a string, and integers as long as a card number."""
 
     def __init__(self, redactor: Redactor) -> None:
         self._redactor = redactor
 
     def of(self, value: Any, *, without: frozenset[str] = frozenset()) -> Any:
         if isinstance(value, str):
-            return self._redactor.redact(value) if value else value
+            return self._text(value) if value else value
         if isinstance(value, Mapping):
             return self.fields(cast("Mapping[str, Json]", value), without=without)
         if isinstance(value, list | tuple):
             return [self.of(each) for each in cast("Sequence[Json]", value)]
+        if isinstance(value, int) and 10**12 <= value < 10**16:
+            found = self._redactor.redact(str(value))
+            return value if found == str(value) else found
         return value
+
+    def _text(self, text: str) -> str:
+        """Redact a text; JSON is decoded first, because its escapes hide where a word begins."""
+        if text.lstrip()[:1] in ("{", "["):
+            try:
+                value = msgspec.json.decode(text)
+                found = self.of(value)
+            except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+                pass  # not JSON, or nested too deep
+            else:
+                return text if found == value else msgspec.json.encode(found).decode()
+        return self._redactor.redact(text)
 
     def fields(self, values: Mapping[str, Json], *, without: frozenset[str] = frozenset()) -> dict[str, Json]:
         return {name: value if name in without else self.of(value) for name, value in values.items()}
 
 
 _EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,8}")
-_CARD = re.compile(r"(?<![\w.-])\d(?:[ -]?\d){12,18}(?![\w-])")
+_CARD = re.compile(r"(?<![\w.-])[2-6](?:[ \xa0-]?\d){12,18}(?![\w-])")  # times in milliseconds begin with 1
 _PHONE = re.compile(
     r"(?<![\w.+-])(?:"
-    r"\+\d(?:[ ()./-]{0,2}\d){6,14}"  # +49 30 1234567
-    r"|\(?\d{3}\)?[ .-]\d{3}[ .-]\d{4}"  # (555) 123-4567
-    r"|\(?0\d{1,5}\)?[ /-]\d(?:[ -]?\d){4,9}"  # 030/1234567
+    r"\+\d(?:[ \xa0()./-]{0,2}\d){6,14}"  # +49 30 1234567
+    r"|(?:1[ \xa0.-])?\(?\d{3}\)?[ \xa0.-]\d{3}[ \xa0.-]\d{4}"  # (555) 123-4567 or 1-800-555-0199
+    r"|\(?0\d{1,5}\)?[ \xa0/-]\d(?:[ \xa0-]?\d){4,9}"  # 030/1234567
     r")(?![\w-])"
 )
 _KEY = re.compile(

@@ -48,8 +48,8 @@ class StoreApi:
         settle: Waits until the answered calls of an attempt are in the store. It is called before the attempt is
             finished or its spans are read, because a remote worker cannot call the gateway itself.
         reach: Restricts the calls of workers' tokens to their experiment.
-        redaction: Redacts the spans of agents and workers.
-        splitter: Assigns queued rollouts to the arms of a split, if one is served.
+        redaction: Redacts the spans and outcomes of agents and workers.
+        splitter: Assigns queued rollouts to the arms of the command line's split, if there is one.
     """
 
     store: Store
@@ -101,6 +101,8 @@ class StoreApi:
             await self.quotas.add_spans(claim, len(params["spans"]))
         if name == "append_spans":
             params["spans"] = await self.redaction.of(params["spans"])
+        elif name == "finish":
+            params["outcomes"] = await self.redaction.of_outcomes(params["outcomes"])
         spans = len(params["spans"]) if name == "append_spans" else 0
         deed = await self._deed(name, params) if claim.scope == "admin" else None
         with self.admission.audit.of(deed, claim=claim, request=request):

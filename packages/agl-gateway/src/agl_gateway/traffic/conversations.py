@@ -19,12 +19,14 @@ A call names its conversation in one of these ways, of which the first present o
    the opening. With a user's name, it is part of the hash.
 
 The first call of a conversation also names its user, who is recorded with the rollout: in the header ``x-agl-user-id``,
-else in the body as ``metadata.user_id``, ``safety_identifier`` or ``user``.
+else in the body as ``metadata.user_id``, ``safety_identifier`` or ``user``. The session that Claude Code adds to its
+user's id is cut off.
 """
 
 import asyncio
 import logging
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -92,6 +94,7 @@ class Conversations:
         outage: During an outage, known conversations continue, and no other can begin.
         redaction: Redacts the feedback of ratings.
         traffic: Decides whether a new conversation is recorded; ``None`` to record all.
+        is_split: Returns true while a split is served, which needs all conversations.
     """
 
     store: Store
@@ -101,12 +104,14 @@ class Conversations:
     outage: Outage
     redaction: Redaction = field(default_factory=Redaction)
     traffic: KeptTraffic | None = None
+    is_split: Callable[[], Awaitable[bool]] | None = None
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
         self._known: Recent[str, Conversation] = Recent(_REMEMBERED)
         self._renewed: Recent[str, float] = Recent(_REMEMBERED)
         self._in_flight: Counter[str] = Counter()
+        self._has_warned = False
 
     async def left_out_by(self, conversation: str, traffic: KeptTraffic) -> str:
         """Return the setting that excludes a conversation from recording; ``""`` if the conversation is recorded.
@@ -115,7 +120,7 @@ class Conversations:
         """
         rollout_id = rollout_id_of(conversation)
         reason = traffic.left_out_by(rollout_id, is_known=rollout_id in self._known)
-        return "" if reason and await self._is_recorded(rollout_id) else reason
+        return "" if reason and (await self._is_recorded(rollout_id) or await self._needs_all()) else reason
 
     async def open(self, conversation: str, *, user: str = "") -> Conversation:
         """Return the conversation with this id, and renew its lease; a new one is created, and gets the user."""
@@ -234,6 +239,18 @@ class Conversations:
         except NotFoundError:
             return False
 
+    async def _needs_all(self) -> bool:
+        is_split = self.is_split
+        if is_split is None or not await self.outage.unless(is_split, lambda: False):
+            return False
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "agl learn serves a split in this store, which needs all conversations: all of them are recorded, "
+                "whatever --base-rate, --reward-threshold and --max-spans-per-minute say"
+            )
+        return True
+
     async def _queue(self, rollout_id: str, conversation: str, user: str) -> Rollout:
         named = {CONVERSATION: conversation, USER: user} if user else {CONVERSATION: conversation}
         rollout = Rollout(
@@ -320,6 +337,8 @@ USER_HEADER = "x-agl-user-id"
 
 _FIELD = "conversation_id"
 _MAX_ID = 512
+_SESSION = re.compile(r'_session_[\w-]+$|, *"session_id": *"[^"]*"')
+"""The session in the user's id of Claude Code: ``user_X_account_X_session_X``, later an object as JSON."""
 
 
 def conversation_of(headers: Mapping[str, str], call: Request, *, session: str = "", user: str = "") -> str:
@@ -357,7 +376,8 @@ def user_of(headers: Mapping[str, str], call: Request | None = None) -> str:
     found: list[object] = [headers.get(USER_HEADER)]
     if call is not None:
         found += [as_object(call.get("metadata")).get("user_id"), call.get("safety_identifier"), call.get("user")]
-    return _checked(next((each for each in found if isinstance(each, str) and each), ""), what="user")
+    given = next((each for each in found if isinstance(each, str) and each), "")
+    return _checked(_SESSION.sub("", given), what="user")
 
 
 def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:

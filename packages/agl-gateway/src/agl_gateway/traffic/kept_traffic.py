@@ -3,7 +3,7 @@
 A conversation is recorded or left out as a whole. With :attr:`Share.base_rate` alone, the conversation's id decides, so
 all gateways of a store decide alike, also after a restart. With :attr:`Share.reward_threshold`, all other conversations
 are recorded too, and removed some time after their end unless their reward has reached the threshold. Rollouts of
-experiments are never left out.
+experiments are never left out, and neither are conversations while `agl learn` serves a split.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from agl.errors import NotFoundError, StoreError
 from agl.schemas import Rollout
 from agl_gateway.recent import Recent
 from agl_gateway.settings import Share
+from agl_inspect.records.splits import KEY
 from agl_inspect.retention import delete_finished, needed_experiments
 from agl_inspect.terminal.query import CONVERSATIONS, rewards_of
 
@@ -108,8 +109,9 @@ class RewardSweep:
         count, until = 0, self._clock() - self._traffic.share.reward_wait_s
         while page := await self._finished():
             due = [rollout for rollout in page if rollout.finished_at <= until]
+            marked = [one.rollout_id for one in due if one.metadata.get(MARK) and KEY not in one.metadata]
             try:
-                removed = await self._remove([rollout.rollout_id for rollout in due if rollout.metadata.get(MARK)])
+                removed = await self._remove(marked)
             except NotFoundError:
                 continue  # another gateway removed one meanwhile; the page is read again
             count += removed

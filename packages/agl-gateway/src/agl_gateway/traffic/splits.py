@@ -6,7 +6,7 @@ first label is the baseline of the comparison. Versions are pinned when the roll
 arm; a label that moves later does not affect it.
 
 A gateway without a split of its own serves the one that `agl learn` saves in the store. That split names its versions
-itself.
+itself, and assigns conversations only.
 
 :func:`split_report` compares the rewards of the arms by the gate, as evidence for a promotion. It counts rollouts that
 a split assigned while the labels named the same versions as now, so all arms served the same traffic at the same time.
@@ -157,6 +157,10 @@ class Splitter:
         if self._split is None:
             return await SERVED.get(self._store)
         return msgspec.structs.replace(self._split, versions=await pins_of(self._store, list(self._split.shares)))
+
+    async def is_on(self) -> bool:
+        """Return true while a split is served."""
+        return await self.current() is not None
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Queue rollouts with the versions of their arms; returns them as stored.

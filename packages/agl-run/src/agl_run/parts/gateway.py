@@ -77,9 +77,13 @@ _FILES = ("tls_cert", "tls_key", "audit_log")
 
 
 def gateway_params(plan: Plan) -> dict[str, Any]:
-    """Return the arguments of the gateway; file names among them are joined to the experiment's folder."""
+    """Return the arguments of the gateway, with file names joined to the experiment's folder.
+
+    A gateway that redacts also gets the manager of the plan's plugins, which knows the redactor.
+    """
     params = plan.config.gateway.params
-    return {**params, **{name: str(plan.folder / str(params[name])) for name in _FILES if name in params}}
+    plugins = {"plugins": plan.manager} if "redact" in params else {}
+    return {**params, **plugins, **{name: str(plan.folder / str(params[name])) for name in _FILES if name in params}}
 
 
 def _apart(gateway: Gateway, plan: Plan, store_url: str) -> Gateway:
