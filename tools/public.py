@@ -77,7 +77,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.text",
         "agl_inspect.versions",
     ),
-    "agl-learn": ("agl_learn.contracts",),
+    "agl-learn": ("agl_learn.contracts", "agl_learn.users"),
     "agl-lightning": ("agl_lightning",),
     "agl-objectives": (
         "agl_objectives",

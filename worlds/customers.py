@@ -5,6 +5,7 @@ number of the conversation; nothing else of an agent matters to a learner. The t
 :class:`agl_learn.learner.Learner` are simulated, its store and its decisions are real.
 """
 
+import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from agl.contracts import Store
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl.stores import MemoryStore
 from agl_inspect.records.learning import LearningCandidate, ReplayPair
-from agl_learn.contracts import Conversation, Proposal
+from agl_learn.contracts import Conversation, Proposal, SettledPage
 from agl_learn.learner import Learner, Parts
 from agl_run import LearnSettings
 
@@ -40,7 +41,9 @@ class Customers:
         kinds: The kinds of questions.
         seed: Of all chance.
         settings: Of the learner.
+        regression: The number of regression tasks, of the kind ``regression``.
         lag: Conversations that a replay or a round of training takes.
+        settle_s: Of the learner.
         contradicting: Names users whose feedback does not count.
     """
 
@@ -52,6 +55,8 @@ class Customers:
     liars: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
     kinds: Sequence[str] = ("",)
     seed: int = 0
+    regression: int = 0
+    settle_s: float = 0.0
     lag: int = 0
     contradicting: Callable[[Sequence[Conversation]], Mapping[str, str]] = lambda _: {}
     store: Store = field(default_factory=MemoryStore)
@@ -69,8 +74,8 @@ class Customers:
         self.first = await self.publish(first)
         return await self.restart()
 
-    async def restart(self) -> Learner:
-        """Start a new learner on the same store."""
+    async def restart(self, **more: str) -> Learner:
+        """Start a new learner on the same store, with the versions of more resources."""
         parts = Parts(
             traffic=self,
             proposer=SimulatedProposer(self),
@@ -79,8 +84,8 @@ class Customers:
             clock=lambda: self.now,
             say=self.said.append,
         )
-        self.learner = Learner(self.store, name="support", settings=self.settings, settle_s=0.0, parts=parts)
-        await self.learner.start(versions={PROMPT: self.first})
+        self.learner = Learner(self.store, name="support", settings=self.settings, settle_s=self.settle_s, parts=parts)
+        await self.learner.start(versions={PROMPT: self.first, **more})
         return self.learner
 
     async def serve(self, count: int, *, until: Callable[[], bool] = lambda: False) -> None:
@@ -131,10 +136,14 @@ class Customers:
 
     # The learner's traffic
 
-    async def settled(self, *, after: str, after_value: float, now: float, limit: int) -> Sequence[Conversation]:
+    async def settled(self, *, after: str, after_value: float, now: float, limit: int) -> SettledPage:
         """Return the conversations after ``after``."""
         first = int(after[1:]) + 1 if after else 0
-        return self.past[first : first + limit]
+        page = self.past[first : first + limit]
+        last = page[-1] if page else Conversation(rollout_id=after, started_at=after_value)
+        return SettledPage(
+            conversations=page, after=last.rollout_id, after_value=last.started_at, is_last=len(page) < limit
+        )
 
     async def recent(self, *, now: float, limit: int) -> Sequence[Conversation]:
         """Return the newest conversations."""
@@ -153,7 +162,7 @@ class Customers:
     async def pairs(
         self, candidate: LearningCandidate, held_out: Sequence[Conversation], *, done: Collection[str]
     ) -> AsyncGenerator[ReplayPair]:
-        """Judge the old and the new version as the customer of each conversation would now."""
+        """Judge both versions as the customer of each conversation would, and then on the regression tasks."""
         for each in held_out:
             number = int(each.rollout_id[1:])
             old, new, control = (
@@ -161,6 +170,11 @@ class Customers:
                 for version in (candidate.baseline[PROMPT], candidate.versions[PROMPT], candidate.baseline[PROMPT])
             )
             yield ReplayPair(unit=each.user, kind=each.kind, old=old, new=new, control=control)
+        for unit in (f"regression-{number}" for number in range(self.regression)):
+            if unit not in done:
+                await asyncio.sleep(0)
+                old, new = (self.liked(version[PROMPT], "regression", 0) for version in _both(candidate))
+                yield ReplayPair(unit=unit, kind="regression", old=float(old > 0.5), new=float(new > 0.5))
 
     async def publish(self, version: str) -> str:
         """Publish a version once; returns its name."""
@@ -169,6 +183,10 @@ class Customers:
             resource = PromptTemplate(template=version)
             await self.store.publish([ResourceVersion(name=PROMPT, version=version, resource=resource)])
         return version
+
+
+def _both(candidate: LearningCandidate) -> tuple[dict[str, str], dict[str, str]]:
+    return candidate.baseline, candidate.versions
 
 
 class SimulatedProposer:

@@ -3,13 +3,17 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from agl.errors import ConfigError
 from agl_inspect.learning import computed_again
 from agl_inspect.records.labels import labels_of, move
 from agl_inspect.records.learning import LearnerControl
-from agl_learn.contracts import Conversation
+from agl_inspect.records.splits import SERVED
+from agl_learn.contracts import Conversation, SettledPage
 from agl_learn.learner import Learner
 from worlds.customers import PROMPT, Customers, settings
 
@@ -316,3 +320,97 @@ def test_served_version_is_suspected_after_every_fall() -> None:
 
     assert abs(learner.state.changed_at - 800) < 20
     assert 2 == sum(before != "suspicion" == stage for before, stage in pairwise(stages(customers)))
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+def test_candidate_that_fails_regression_tasks_is_refused(every: int) -> None:
+    """Also if ticks, or a restart, come between the verdict and the regression tasks."""
+
+    def liked(version: str, kind: str, number: int) -> float:
+        return {"old": 0.3, "new": 0.9}[version] if kind != "regression" else float(version == "old")
+
+    customers = serving(liked, proposes="new")
+    customers.regression = 30
+
+    async def work() -> None:
+        await customers.open("old")
+        for _ in range(200):
+            await customers.serve(1)
+            if len(await customers.learner.records.pairs("c1").read(customers.store)) > 12 and every == 1:
+                await customers.learner.stop()
+                await customers.restart()
+                break
+        await customers.serve(100)
+
+    asyncio.run(work())
+
+    assert ["replay", "refused"] == stages(customers)
+
+
+def test_small_gain_is_replayed_until_the_verdict() -> None:
+    promoted = 0
+    for seed in range(8):
+        customers = serving({"old": 0.6, "new": 0.75}, proposes="new", seed=seed)
+        run(customers, 700)
+        promoted += any("canary" in line for line in customers.said)
+
+    assert 6 <= promoted
+
+
+def test_share_grows_only_after_units_of_that_share() -> None:
+    customers = serving({"old": 0.5, "new": 0.9}, proposes="new", tasks=0, share=(0.05, 0.2), units=5)
+    customers.settle_s = 100.0
+
+    async def work() -> None:
+        learner = await customers.open("old")
+        await customers.serve(1500, until=lambda: bool(learner.state.watched))
+        units = list((await learner.records.units("c1").read(customers.store)).values())
+        assert 5 <= sum(unit.is_new and unit.share == 0.2 for unit in units)
+
+    asyncio.run(work())
+
+
+def test_label_that_a_person_moves_while_a_share_grows_is_served() -> None:
+    customers = serving({"old": 0.5, "new": 0.9, "mine": 0.7}, proposes="new", tasks=0, share=(0.05, 0.2), units=1)
+    settled = customers.settled
+
+    async def moving(**given: Any) -> SettledPage:
+        if customers.past[-1].arm == "candidate":  # the share grows in this tick
+            await move(customers.store, PROMPT, "production", "mine")
+        return await settled(**given)
+
+    async def work() -> Learner:
+        await customers.open("old")
+        await customers.publish("mine")
+        customers.settled = moving
+        await customers.serve(400, until=lambda: customers.past[-1].arm == "candidate")
+        await customers.serve(2)
+        return customers.learner
+
+    learner = asyncio.run(work())
+
+    assert {PROMPT: "mine"} == learner.split.versions["production"]
+
+
+def test_second_learner_of_a_store_is_refused() -> None:
+    customers = serving({"old": 0.5, "new": 0.9})
+
+    async def work() -> None:
+        learner = await customers.open("old")
+        await customers.store.save_state(SERVED.states({"": replace(learner.split, learner="another")}))
+        with pytest.raises(ConfigError, match="another"):
+            await customers.restart()
+
+    asyncio.run(work())
+
+
+def test_resource_that_was_added_to_the_file_is_served() -> None:
+    customers = serving({"old": 0.5, "new": 0.9})
+
+    async def work() -> Learner:
+        await customers.open("old")
+        found = await customers.restart(tone="kind")
+        await customers.serve(1)
+        return found
+
+    assert {PROMPT: "old", "tone": "kind"} == asyncio.run(work()).split.versions["production"]

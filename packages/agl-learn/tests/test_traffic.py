@@ -84,8 +84,12 @@ async def rate(store: Store, name: str, value: float, feedback: str = "") -> Non
 async def settled(
     found: StoreTraffic, *, now: float = 1e6, limit: int = 100, last: Conversation | None = None
 ) -> list[str]:
+    """The ids on the first page that has a conversation."""
     after, value = (last.rollout_id, last.started_at) if last else ("", 0.0)
-    return [each.rollout_id for each in await found.settled(after=after, after_value=value, now=now, limit=limit)]
+    page = await found.settled(after=after, after_value=value, now=now, limit=limit)
+    while not page.conversations and not page.is_last:
+        page = await found.settled(after=page.after, after_value=page.after_value, now=now, limit=limit)
+    return [each.rollout_id for each in page.conversations]
 
 
 async def recorded(store: Store, name: str) -> list[Reward]:
@@ -103,7 +107,7 @@ def test_conversation_has_its_user_arm_texts_and_reward(use: Callable[[Work], No
         await served(store, "c", 100.0, "hi", "Hello.", "and now?", "Bye.", user="ann", metadata={KEY: placement})
         await rate(store, "c", 0.25, "too short")
 
-        (found,) = await traffic(store).settled(after="", after_value=0.0, now=1e6, limit=10)
+        (found,) = (await traffic(store).settled(after="", after_value=0.0, now=1e6, limit=10)).conversations
 
         said = "and now?\ntoo short"
         assert (
@@ -196,7 +200,7 @@ def test_question_is_repeated_in_the_next_conversation_of_the_user(
         await served(store, "other", 110.0, "Where is my refund?", "Soon.", user="eve")
         await served(store, "next", 100.0 + gap, "where's my refund", "Soon.", user=user)
 
-        (page,) = await traffic(store).settled(after="", after_value=0.0, now=1e6, limit=1)
+        (page,) = (await traffic(store).settled(after="", after_value=0.0, now=1e6, limit=1)).conversations
         recent = {each.rollout_id: each.reward for each in await traffic(store).recent(now=1e6, limit=10)}
 
         assert expected == page.reward == recent["first"]
@@ -233,7 +237,7 @@ def test_judge_sees_the_task_once_and_not_what_people_rated(use: Callable[[Work]
         await rate(store, "d", 1.0)
         found = traffic(store, feedback=("thumbs", "judge"), emitters={"judge": judge})
 
-        first = await found.settled(after="", after_value=0.0, now=1e6, limit=10)
+        first = (await found.settled(after="", after_value=0.0, now=1e6, limit=10)).conversations
         await found.recent(now=1e6, limit=10)
 
         assert [0.5, 1.0] == [each.reward for each in first]
@@ -260,7 +264,7 @@ params = { model = "critic" }
 def test_judge_of_the_file_is_asked_about_the_conversation(folder: Path) -> None:
     async def work(file: LearnerFile) -> None:
         await served(file.store, "c", 100.0, "where is my order?", "On its way.")
-        (found,) = await (await traffic_of(file)).settled(after="", after_value=0.0, now=1e6, limit=10)
+        (found,) = (await (await traffic_of(file)).settled(after="", after_value=0.0, now=1e6, limit=10)).conversations
         assert 0.7 == found.reward
 
     with ScriptedModelServer(default=Reply(text="Kind.\nScore: 7")) as critic:
@@ -289,7 +293,7 @@ def test_own_functions_make_the_task_and_its_kind(
         names = {"task": "tickets_of_users:task_of", "kind": "tickets_of_users:kind_of"}
         found = traffic(store, emitters=None, folder=tmp_path, **names)
 
-        (only,) = await found.settled(after="", after_value=0.0, now=1e6, limit=10)
+        (only,) = (await found.settled(after="", after_value=0.0, now=1e6, limit=10)).conversations
 
         assert ({"ticket": "#12"}, "short") == (only.task, only.kind)
         assert ["conversation bad is left out: it cannot become a task"] == caplog.messages

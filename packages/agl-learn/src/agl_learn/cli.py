@@ -44,8 +44,8 @@ class _FileOrCommand(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first argument names, or else ``run``."""
-        if args and args[0] not in self.commands:
+        """Return the command that the first argument names, or ``run`` if it names a file."""
+        if args and args[0] not in self.commands and (Path(args[0]).suffix or Path(args[0]).exists()):
             return "run", self.commands["run"], args
         return super().resolve_command(ctx, args)
 
@@ -212,7 +212,7 @@ def why(store: Reading, version: str, learner: str | None) -> None:
     VERSION is a candidate's id, or a version that it proposed.
     """
     story = store.read(lambda opened: read_story(opened, learner))
-    found = next((each for each in story.candidates if version in (each.id, *each.versions.values())), None)
+    found = next((each for each in story.candidates[::-1] if version in (each.id, *each.versions.values())), None)
     if found is None:
         raise NotFoundError("candidate", version, "agl learn log lists the candidates")
     decisions = [each for each in story.decisions if each.candidate == found.id]

@@ -50,6 +50,22 @@ class Conversation(Record, frozen=True, kw_only=True, omit_defaults=False):
         return (self.user if by == "user" else "") or self.rollout_id
 
 
+class SettledPage(Record, frozen=True, kw_only=True):
+    """A page of settled conversations.
+
+    Attributes:
+        conversations: The conversations in the order in which they began; unusable ones are left out.
+        after: The id of the last conversation that was read, from which the next page begins.
+        after_value: When that conversation began, in Unix seconds.
+        is_last: Whether no further conversation has settled.
+    """
+
+    conversations: Sequence[Conversation]
+    after: str
+    after_value: float
+    is_last: bool
+
+
 class Proposal(Record, frozen=True, kw_only=True):
     """Published versions that an algorithm proposes, and its name."""
 
@@ -60,8 +76,8 @@ class Proposal(Record, frozen=True, kw_only=True):
 class Traffic(Protocol):
     """Reads served conversations."""
 
-    async def settled(self, *, after: str, after_value: float, now: float, limit: int) -> Sequence[Conversation]:
-        """Return conversations in the order in which they began, from the one after ``after`` on.
+    async def settled(self, *, after: str, after_value: float, now: float, limit: int) -> SettledPage:
+        """Return up to ``limit`` conversations, from the one after ``after`` on.
 
         Only conversations that began at least the settling time before ``now`` are returned.
         """

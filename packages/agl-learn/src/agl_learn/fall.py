@@ -23,8 +23,9 @@ class FallDetector:
         M = (1 + M) * (1 + L * x),     x = usual - MARGIN - reward
 
     is averaged over the bets L in :data:`agl.acceptance.BETS`; the usual reward is the mean of all earlier ones on the
-    same kind of task, so other kinds that become frequent are no fall. As long as the mean reward is at least usual - MARGIN, the mean of M after n rewards is at most n. Sources: Shiryaev
-    1963 and Roberts 1966; Shin, Ramdas and Rinaldo 2024, "E-detectors", for the mean of bounded rewards.
+    same kind of task, so other kinds that become frequent are no fall. As long as the mean reward is at least usual -
+    MARGIN, the mean of M after n rewards is at most n. Sources: Shiryaev 1963 and Roberts 1966; Shin, Ramdas and
+    Rinaldo 2024, "E-detectors", for the mean of bounded rewards.
 
     Attributes:
         has_fallen: Whether the average ever reached `ALARM`.

@@ -13,7 +13,7 @@ serves half of a promotion. The labels follow the split; if a person moves a lab
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from agl.acceptance import Gate, odds_text
 from agl.contracts import Store
-from agl.errors import AglError, StoreError
+from agl.errors import AglError, ConfigError, StoreError
 from agl.hints import count_of
 from agl_inspect.learning import (
     add_pair,
@@ -60,8 +60,14 @@ HOLDBACK = "holdback"
 FAILING = 0.3
 """The gain in the replay from which a canary begins at its last share: the served versions are plainly failing."""
 
+ENOUGH = 50
+"""Pairs after which a replay without a gain ends; fewer pairs say too little about a small gain."""
+
 UNEASY = 4.0
 """Odds of harm above which a share does not grow."""
+
+_APART = 3
+"""Between two conversations of a unit that are looked at for a fall, there are those of this many other units."""
 
 _BATCH = 200
 
@@ -112,15 +118,28 @@ class Learner:
         self._work: asyncio.Task[None] | None = None
         self._proposals: list[Proposal] | None = None
         self._fall = FallDetector()
+        self._heard: deque[str] = deque(maxlen=_APART)
         self._tried: list[dict[str, str]] = []
         self._unsaved: dict[str, bytes] = {}
+        self._is_state_saved = True
 
     async def start(self, *, versions: Mapping[str, str], file: str = "") -> None:
-        """Load the state, or begin with these served versions."""
+        """Load the state, or begin with these served versions.
+
+        Raises:
+            ConfigError: Another learner serves the split of the store.
+        """
         self.state = await self.records.state.get(self._store) or LearnerState(file=file)
         found = await SERVED.get(self._store)
         label = self._settings.label
-        self.split = found or ServedSplit(shares={label: 1.0}, versions={label: dict(versions)})
+        if found is not None and found.learner not in ("", self.records.name):
+            raise ConfigError(
+                f"the learner {found.learner!r} serves this store already; give each learner its own store"
+            )
+        if found is None or label not in found.versions:
+            found = ServedSplit(shares={label: 1.0}, versions={label: dict(versions)})
+        pins = {arm: {**versions, **own} for arm, own in found.versions.items()}
+        self.split = replace(found, versions=pins)
         candidates = await self.records.candidates.read(self._store)
         self._tried = [each.versions for each in candidates.values()]
         for identity in (self.state.current, self.state.watched):
@@ -130,9 +149,8 @@ class Learner:
                 self._ways[identity] = way
         for each in reversed(await self._history()):
             self._look_for_fall(each)
-        if found is None:
-            self._set_split({label: 1.0}, {label: dict(versions)}, salt="")
-            await self._save()
+        self._set_split(self.split.shares, pins, salt=self.split.salt)
+        await self._save()
 
     async def tick(self) -> None:
         """Count what has settled, move the candidates, and start what is due."""
@@ -167,26 +185,28 @@ class Learner:
             page = await self._parts.traffic.settled(
                 after=self.state.after, after_value=self.state.after_value, now=now, limit=_BATCH
             )
-            for conversation in page:
+            for conversation in page.conversations:
                 self._count(conversation)
                 self._close_units(conversation.started_at)
                 self._judge_served(control)
-            if len(page) < _BATCH:
+            if page.is_last:
                 self._close_units(now - self._settle_s)
                 self._judge_served(control)
+            self._set(replace(self.state, after=page.after, after_value=page.after_value))
             await self._save()
-            if len(page) < _BATCH:
+            if page.is_last:
                 return
 
     def _count(self, conversation: Conversation) -> None:
         rated = self.state.rated + (conversation.reward is not None)
-        self._set(replace(self.state, after=conversation.rollout_id, after_value=conversation.started_at, rated=rated))
+        self._set(replace(self.state, rated=rated))
         self._look_for_fall(conversation)
         way = self._ways.get(conversation.salt)
         if way is None or way.stage == "replay" or conversation.reward is None:
             return
         unit = self._unit(conversation)
-        way.answers += _serves(conversation, way.candidate.versions)
+        if unit in way.counted:
+            way.answers += way.is_at_share(conversation.started_at) and _serves(conversation, way.candidate.versions)
         if conversation.user in self.state.excluded or unit in way.counted:
             return
         found = self.state.open.get(unit) or self._opened(unit, conversation, way.candidate)
@@ -207,6 +227,10 @@ class Learner:
         is_excluded = conversation.user in self.state.excluded
         if conversation.reward is None or is_excluded or not _serves(conversation, served):
             return
+        unit = self._unit(conversation)
+        if unit in self._heard:
+            return  # otherwise a single user could raise an alarm
+        self._heard.append(unit)
         self._fall.add(conversation.reward, at=conversation.started_at, kind=conversation.kind)
         if not self._fall.has_fallen:
             return
@@ -336,7 +360,8 @@ class Learner:
             await self._take_proposal()
         way = self._ways.get(self.state.current)
         if way is None:
-            await self._take_label()
+            if not control.is_paused and not self.state.is_learning:
+                await self._take_label()
             await self._propose(control)
         elif control.is_paused:
             return
@@ -349,7 +374,7 @@ class Learner:
         """End the candidates that a person rejected."""
         for way in list(self._ways.values()):
             reason = control.rejected.get(way.candidate.id)
-            if reason is not None:
+            if reason is not None and way.candidate.id in self._ways:
                 self._end(way, self._last_stage(way), f"rejected by a person: {reason}")
         await self._save()
 
@@ -373,7 +398,10 @@ class Learner:
         if self._work is not None or not (self.state.is_learning or (is_due and not control.is_paused)):
             return
         if not self.state.is_learning:
-            excluded = dict(self._parts.contradicting(await self._recent()))
+            # Only ratings of accepted versions: users whom a candidate harms contradict those whom it does not harm.
+            tried = [way.candidate.versions for way in self._ways.values()]
+            rated = [each for each in await self._recent() if not any(_serves(each, versions) for versions in tried)]
+            excluded = dict(self._parts.contradicting(rated))
             for user in sorted(excluded.keys() - self.state.excluded.keys()):
                 self._parts.say(f"the feedback of {user!r} does not count any more: {excluded[user]}")
             self._set(
@@ -392,6 +420,10 @@ class Learner:
     async def _learn(self) -> None:
         train = [each for each in await self._history() if not self._is_held_out(each)]
         live, number = self.split.versions[self._settings.label], self.state.rounds
+        if not train:
+            self._parts.say(f"round {number} ended: the conversations of all users are held out for replays")
+            self._proposals = []
+            return
         try:
             self._proposals = list(await self._parts.proposer.propose(train, live=live, number=number))
         except StoreError:
@@ -402,13 +434,13 @@ class Learner:
 
     async def _take_proposal(self) -> None:
         """Make the first proposal that may be tried a candidate, and end the round."""
-        proposals, self._proposals = self._proposals or [], None
-        live = self.split.versions[self._settings.label]
-        self._set(replace(self.state, is_learning=False))
+        proposals, live = self._proposals or [], self.split.versions[self._settings.label]
         held_out = [each for each in await self._history() if self._is_held_out(each)] if proposals else []
-        for proposal in proposals:
-            self._tried.append(proposal.versions)
-            reason = await self._parts.proposer.refusal(proposal, live=live, held_out=held_out)
+        reasons = [await self._parts.proposer.refusal(each, live=live, held_out=held_out) for each in proposals]
+        self._proposals = None  # after what may fail and be tried again
+        self._tried += [each.versions for each in proposals]
+        self._set(replace(self.state, is_learning=False))
+        for proposal, reason in zip(proposals, reasons, strict=True):
             if not reason:
                 self._begin(proposal, live)
                 break
@@ -438,23 +470,28 @@ class Learner:
     async def _continue_replay(self, way: "_Way") -> None:
         if not self._settings.gate.replay.tasks:
             await self._leave_replay(way, reason="the replay is switched off")
-        elif way.replay["replay"].verdict != "open" or way.obstacle:
+        elif self._work is not None:
+            return
+        elif way.is_replayed or way.obstacle:
             await self._leave_replay(way)
-        elif self._work is None and way.rated_at_end != self.state.rated:
+        elif way.replay["replay"].verdict != "open" or way.rated_at_end != self.state.rated:
             self._background(self._replay(way))
 
     async def _replay(self, way: "_Way") -> None:
         """Add pairs until the verdict, or until no held-out conversation is left."""
+        gate = way.replay["replay"]
         try:
-            await self._add_pairs(way)
+            if gate.verdict == "open":
+                await self._add_pairs(way)
+            if gate.verdict == "better":  # the regression tasks come last
+                await self._run_pairs(way, (), done={pair.unit for pair in way.pairs})
         except StoreError:
             raise
         except AglError as error:
             way.obstacle = f"the replay failed: {error}"
             return
-        gate, most = way.replay["replay"], self._settings.gate.replay.tasks
-        way.rated_at_end = self.state.rated
-        is_hopeless = bool(gate.count) and (gate.mean <= gate.gain or (gate.needed or 0) > most)
+        way.is_replayed, way.rated_at_end = gate.verdict != "open", self.state.rated
+        is_hopeless = gate.upper <= gate.gain or (gate.count >= ENOUGH and gate.mean <= gate.gain)
         if is_hopeless or self.state.rated - way.rated_at_pair >= self._settings.every:  # no other users come
             way.obstacle = gate.words
 
@@ -473,8 +510,6 @@ class Learner:
             for each in [other for other in newest if other.kind == newest[0].kind][:most]
         ]
         await self._run_pairs(way, chosen, done=done)
-        if way.replay["replay"].verdict == "better":  # which leaves out the regression tasks behind the conversations
-            await self._run_pairs(way, (), done={pair.unit for pair in way.pairs})
 
     async def _run_pairs(self, way: "_Way", held_out: Sequence[Conversation], *, done: Collection[str]) -> None:
         is_open = way.replay["replay"].verdict == "open"
@@ -485,9 +520,10 @@ class Learner:
                 if len(found) < sizes[each.unit]:
                     continue
                 pair, found = mean_pair(found), []
-                number = way.add_pair(pair)
+                entry = self.records.pairs(way.candidate.id).states({entry_name(len(way.pairs)): pair})
+                await self._store.save_state(entry)
+                way.add_pair(pair)
                 way.rated_at_pair = self.state.rated
-                await self._store.save_state(self.records.pairs(way.candidate.id).states({entry_name(number): pair}))
                 if is_open and way.replay["replay"].verdict != "open":
                     return
 
@@ -583,33 +619,34 @@ class Learner:
         by_user, label = self._settings.unit == "user", self._settings.label
         if versions[label] != self.split.versions[label]:
             self._fall = FallDetector()
-        self.split = ServedSplit(shares=shares, versions=versions, salt=salt, by_user=by_user)
+        self.split = ServedSplit(
+            shares=shares, versions=versions, salt=salt, by_user=by_user, learner=self.records.name
+        )
         self._unsaved |= SERVED.states({"": self.split})
-        self._set(replace(self.state, switched_at=self._parts.clock()))
 
     def _set(self, state: LearnerState) -> None:
-        self.state = state
-        self._unsaved |= self.records.state.states({"": state})
+        self.state, self._is_state_saved = state, False
 
     async def _save(self) -> None:
-        if self._unsaved:
-            await self._store.save_state(self._unsaved)
-            self._unsaved = {}
+        if self._unsaved or not self._is_state_saved:
+            state = self.state
+            await self._store.save_state({**self._unsaved, **self.records.state.states({"": state})})
+            self._unsaved, self._is_state_saved = {}, self.state is state
 
     async def _follow_labels(self) -> None:
         """Move the label of each tuned resource to the served version, or follow a person who has moved it."""
         label = self._settings.label
         for name in self._settings.tunes:
-            served = self.split.versions[label].get(name)
-            if served is None:
-                continue
-            moves = await self._store.label_moves(name, label)
-            if moves and moves[-1].version == served:
-                continue
-            if moves and moves[-1].moved_at > self.state.switched_at and not moves[-1].reason.startswith("agl learn"):
-                self._follow_person(name, moves[-1].version)
-            else:
-                await move(self._store, name, label, served, reason="agl learn serves it")
+            moves, known = await self._store.label_moves(name, label), self.state.labels.get(name)
+            last = moves[-1] if moves else None
+            if last is not None and known is not None and last.moved_at > known:
+                if last.version != self.split.versions[label][name]:
+                    self._follow_person(name, last.version)
+            elif last is None or last.version != self.split.versions[label][name]:
+                served = self.split.versions[label][name]
+                last = await move(self._store, name, label, served, reason="agl learn serves it")
+            if last.moved_at != known:
+                self._set(replace(self.state, labels={**self.state.labels, name: last.moved_at}))
         await self._save()
 
     def _follow_person(self, name: str, version: str) -> None:
@@ -631,10 +668,12 @@ class _Way:
         counted: The names of the units of its present stage, in which each counts once.
         replay: The gates of its replay.
         gates: The gates of its present stage, if that serves it.
+        is_replayed: Whether its replay has ended with a verdict.
         obstacle: Why its replay ended without a verdict; ``""`` while it may go on.
         rated_at_end: The number of rated conversations when its replay had no further one to run; -1 before.
         rated_at_pair: The number of rated conversations when its replay added a pair, or began.
-        answers: How many rated conversations got the candidate since its share last changed, or the learner started.
+        answers: How many rated conversations of users who were counted before got the candidate at its present share,
+            since the learner started.
     """
 
     def __init__(
@@ -645,7 +684,7 @@ class _Way:
         self.counted: set[str] = set()
         self.replay = replay_gates(candidate.rules, number=candidate.number, pairs=pairs)
         self.gates: dict[str, Gate] = {}
-        self.obstacle, self.rated_at_end = "", -1
+        self.is_replayed, self.obstacle, self.rated_at_end = False, "", -1
         self.rated_at_pair = self.answers = 0
         if candidate.moves and candidate.stage in _SERVED:
             present = self.units[first_unit(candidate) :]
@@ -673,11 +712,10 @@ class _Way:
             self.counted = set()
             self.gates = served_gates(self.candidate.rules, entry.stage, ())
 
-    def add_pair(self, pair: ReplayPair) -> int:
-        """Add a pair; returns its number."""
+    def add_pair(self, pair: ReplayPair) -> None:
+        """Add a pair."""
         self.pairs.append(pair)
         add_pair(self.replay, pair, self.candidate.rules)
-        return len(self.pairs) - 1
 
     def add_unit(self, unit: ServedUnit) -> int:
         """Add a unit; returns its number."""
@@ -688,7 +726,11 @@ class _Way:
 
     def served_at_share(self) -> int:
         """Return how many units got the candidate since its share last changed."""
-        return sum(unit.is_new for unit in self.units[self.candidate.moves[-1].first :])
+        return sum(unit.is_new and self.is_at_share(unit.at) for unit in self.units[self.candidate.moves[-1].first :])
+
+    def is_at_share(self, began: float) -> bool:
+        """Return whether a conversation that began at this time was placed at the present share."""
+        return began >= self.candidate.moves[-1].at
 
     def guards(self, conversation: Conversation) -> dict[str, float]:
         """Return for each guard 1 if the conversation keeps its limit, else 0."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from agl.contracts import ExperimentRecord
+from agl.errors import RunError
 from agl.schemas import Episode, Json, Rollout, to_json
 from agl_inspect.learning import REGRESSION
 from agl_inspect.records.learning import LearningCandidate, ReplayPair
@@ -69,8 +70,13 @@ class TrialReplayer:
                 rollouts = [_rollouts(driver, each.key, each.task, arms, turn=n) for n, each in enumerate(batch)]
                 episodes = await collector.run([rollout for pair in rollouts for rollout in pair])
                 found = {episode.rollout.rollout_id: episode for episode in episodes}
+                if all(episode.rollout.status != "succeeded" for episode in episodes):
+                    first = episodes[0].rollout.rollout_id
+                    raise RunError(f"all {len(episodes)} rollouts of a batch failed; look at one: agl show {first}")
                 for task, pair in zip(batch, rollouts, strict=True):
                     ids = sorted(rollout.rollout_id for rollout in pair)  # which sort by arm
+                    if all(found[each].rollout.status != "succeeded" for each in ids):
+                        continue  # which says nothing about the versions
                     yield pair_of([found[each] for each in ids], unit=task.unit, kind=task.kind)
 
     def _tasks(self, held_out: Sequence[Conversation]) -> Iterator[_Task]:

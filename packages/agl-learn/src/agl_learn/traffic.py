@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 
 from agl.contracts import Recording, RewardEmitter, RolloutQuery, Store
+from agl.errors import ConfigError
 from agl.schemas import Json, Reward, Rollout, Span
 from agl.stores import is_readable, read_recordings
 from agl_inspect.records.splits import placement_of
 from agl_inspect.retention import parse_duration
 from agl_inspect.terminal.query import CONVERSATIONS, COUNTED, PAGE, pages
-from agl_learn.contracts import Conversation
+from agl_learn.contracts import Conversation, SettledPage
 from agl_learn.feedback.evidence import Evidence, evidence_of
 from agl_learn.feedback.rating import EXPLICIT, Feedback, record, said_of
 from agl_learn.settings import LearnerFile
@@ -62,17 +63,17 @@ class StoreTraffic:
         self._task = _function(settings.task, folder, "task function") or _default_task
         self._kind = _function(settings.kind, folder, "kind function") or _no_kind
 
-    async def settled(self, *, after: str, after_value: float, now: float, limit: int) -> Sequence[Conversation]:
-        """Return conversations in the order in which they began, from the one after ``after`` on.
+    async def settled(self, *, after: str, after_value: float, now: float, limit: int) -> SettledPage:
+        """Return up to ``limit`` conversations, from the one after ``after`` on.
 
         Their rewards are recorded. Conversations without a call, and damaged ones, are left out.
         """
         query = RolloutQuery(sort="created_at", after=after, after_value=after_value)
-        while page := [rollout async for rollout in self._began(query, until=now - self._settle, limit=limit)]:
-            if found := await self._read(page, now=now, is_first=True):
-                return found[::-1]
-            query = query.next(page[-1])
-        return []
+        page = [rollout async for rollout in self._began(query, until=now - self._settle, limit=limit)]
+        if page:
+            after, after_value = page[-1].rollout_id, page[-1].created_at
+        found = await self._read(page, now=now, is_first=True) if page else []
+        return SettledPage(conversations=found[::-1], after=after, after_value=after_value, is_last=len(page) < limit)
 
     async def recent(self, *, now: float, limit: int) -> Sequence[Conversation]:
         """Return the newest settled conversations with a reward, newest first.
@@ -177,7 +178,9 @@ class StoreTraffic:
         plain = _plain(evidence, said=said_of(evidence, found))
         try:
             task = self._task(plain)
-            kind = self._kind(task)
+            kind = self._kind(task) or ""
+            if not isinstance(kind, str):
+                raise ConfigError(f"the kind of a task is {kind!r}; return a text")
         except Exception:  # noqa: BLE001  # a text that the function does not expect must not stop the learner
             _log.warning("conversation %s is left out: it cannot become a task", rollout.rollout_id, exc_info=True)
             return None, []

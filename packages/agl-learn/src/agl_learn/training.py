@@ -25,7 +25,7 @@ import msgspec
 
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.contracts import ExperimentRecord
-from agl.errors import AglError, ConfigError, NotFoundError, RunError
+from agl.errors import AglError, ConfigError, NotFoundError, RunError, StoreError
 from agl.schemas import Json, Record, Resource, to_json
 from agl_inspect.records.learning import LearningRound, entry_name
 from agl_inspect.records.state import load_experiment
@@ -81,6 +81,8 @@ class TrainerProposer:
             tasks = await self._begin(name, number, train, live=live)
             await self._train(name, tasks)
             return await self._found(name, live=live)
+        except StoreError:
+            raise
         except Exception as error:  # noqa: BLE001 - algorithms and agents may raise anything, and the learner goes on
             _LOG.warning("round %d of training ended: %s", number, error, exc_info=not isinstance(error, AglError))
             return []

@@ -202,7 +202,7 @@ class LearnerState(Record, frozen=True, kw_only=True, omit_defaults=False):
         is_learning: Whether that round has not ended.
         changed_at: When the users last changed, in Unix seconds: rewards have fallen since then. Earlier conversations
             are neither trained on nor replayed.
-        switched_at: When the served versions last changed, in Unix seconds.
+        labels: When the label of each resource moved last, as far as the learner knows; a later move is a person's.
         excluded: Users whose feedback does not count, with the reason.
     """
 
@@ -218,7 +218,7 @@ class LearnerState(Record, frozen=True, kw_only=True, omit_defaults=False):
     learned: int = 0
     is_learning: bool = False
     changed_at: float = 0.0
-    switched_at: float = 0.0
+    labels: dict[str, float] = {}
     excluded: dict[str, str] = {}
 
 

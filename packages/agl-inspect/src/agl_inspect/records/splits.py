@@ -79,12 +79,14 @@ class ServedSplit(Record, frozen=True, kw_only=True, omit_defaults=False):
         versions: The versions of each arm, by label and resource. All arms name the same resources.
         salt: A text that is hashed with the unit's name, so that each candidate meets other users first.
         by_user: Whether all conversations of one user get the same arm.
+        learner: The name of the learner that saved it; ``""`` for a split of the command line.
     """
 
     shares: dict[str, float]
     versions: Pins
     salt: str = ""
     by_user: bool = True
+    learner: str = ""
 
     def arm_of(self, unit: str) -> str:
         """Return the label of the arm that a unit belongs to; every process gives the same answer at any time.

@@ -128,7 +128,19 @@ def learner_of(config: "ExperimentConfig") -> tuple[str, LearnSettings]:
         if has_targets and target not in tuned:
             hint = did_you_mean(target, tuned, otherwise=f"the algorithms tune {', '.join(tuned) or 'nothing'}")
             raise ConfigError(f"learn.{name}.tunes has {target!r}, which no [[algorithm]] of the file tunes; {hint}")
+    _check_gate(name, settings.gate)
     return name, settings
+
+
+def _check_gate(name: str, gate: GateSettings) -> None:
+    shares = gate.canary.share
+    if not shares or list(shares) != sorted(set(shares)) or not 0 < shares[0] <= shares[-1] < 1:
+        raise ConfigError(
+            f"learn.{name}.gate.canary.share is {list(shares)}; write increasing shares between 0 and 1, such as "
+            "[0.05, 0.2, 0.5]. A candidate that does no harm at the last one is promoted"
+        )
+    if abs(gate.replay.gain) >= 1:
+        raise ConfigError(f"learn.{name}.gate.replay.gain is {gate.replay.gain:g}; rewards lie between 0 and 1")
 
 
 def example_tasks(section: "ExperimentSection") -> tuple[list[Json], list[Json]]:
