@@ -41,7 +41,8 @@ TOKEN = "a client token of the benchmarks alone"
 RATE = 40.0
 WARM_S, TURN_S = 2, 12
 ROUNDS = 5
-CASES = {"no learner": 0, "agl learn that only counts": 1_000_000_000, "agl learn that trains and replays": 40}
+TRAINS = "agl learn that trains and replays"
+CASES = {"no learner": 0, "agl learn that only counts": 1_000_000_000, TRAINS: 40}
 """After how many conversations the learner of each case learns."""
 
 
@@ -292,10 +293,9 @@ def compared(found: Mapping[str, list[Turn]]) -> list[Figure]:
             )
     for name in list(found)[1:]:
         ratios = _ratio(found, name)
-        span = f"from {ratios[0]:.2f} to {ratios[-1]:.2f} in {len(ratios)} rounds"
-        figures.append(
-            Figure(name=f"p99 ratio, {name}, {span}", value=statistics.median(ratios), unit="", bar=1.2, better="lower")
-        )
+        title = f"p99 ratio, {name}, {ratios[0]:.2f} to {ratios[-1]:.2f} in {len(ratios)} rounds"
+        bar = 1.2 if name == TRAINS else None
+        figures.append(Figure(name=title, value=statistics.median(ratios), unit="", bar=bar, better="lower"))
         cpu = statistics.median([turn.cpu for turn in found[name]])
         figures.append(Figure(name=f"CPU of {name}", value=100 * cpu, unit="%"))
     return figures
