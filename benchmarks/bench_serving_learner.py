@@ -1,4 +1,4 @@
-"""Calls through ``agl serve`` with ``agl learn`` next to it; the learner's ticks in a store of 50,000 conversations.
+"""Calls through ``agl serve`` with ``agl learn`` next to it; its own cost after 50,000 conversations.
 
 Gateway, learner, model and customers are processes of their own, over one SQLite store. Without a learner, with one
 that only counts conversations, and with one that trains and replays all the time, customers call in turn; the latencies
@@ -14,25 +14,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from agl import PluginManager
 from agl.contracts import Store
 from agl.schemas import ModelCall, Outcome, Reward, Rollout, Span, new_span_id
+from agl_inspect.records.learning import LearningRecords
 from agl_inspect.terminal.query import CONVERSATIONS
-from agl_learn.contracts import Proposal
-from agl_learn.learner import Learner, Parts
-from agl_learn.replay import TrialReplayer
-from agl_learn.service import first_versions
-from agl_learn.settings import LearnerFile
-from agl_learn.traffic import traffic_of
-from agl_learn.users import contradicting
-from agl_run import learner_of, load_config
 from benchmarks._desk import CONVERSATIONS_EACH, write_experiment
 from benchmarks._harness import Figure, component, table
 from benchmarks._processes import tree_cpu_s
@@ -164,16 +156,6 @@ RECORDED = 50_000
 IDLE_S = 20
 
 
-class _NoProposals:
-    """Finds nothing new; fulfils the contract of a proposer."""
-
-    async def propose(self, *_: object, **__: object) -> Sequence[Proposal]:
-        return []
-
-    async def refusal(self, *_: object, **__: object) -> str:
-        return ""
-
-
 async def record(store: Store, count: int) -> None:
     """Record conversations of the last two days, each with a call and a thumb."""
     begun, each_s = time.time() - 2 * 86_400, 86_400 / count
@@ -214,61 +196,32 @@ def _rated_call(rollout: Rollout) -> Span:
     )
 
 
-async def _learner(folder: Path, store: Store, *, every: int) -> Learner:
-    write_experiment(folder, models="http://127.0.0.1:9/v1", every=every, settle="5m")
-    config, manager = load_config(folder / "desk.toml"), PluginManager.from_environment()
-    name, settings = learner_of(config)
-    file = LearnerFile(name=name, settings=settings, config=config, folder=folder, manager=manager, store=store)
-    parts = Parts(
-        traffic=await traffic_of(file),
-        proposer=_NoProposals(),
-        replayer=TrialReplayer(file),
-        contradicting=contradicting,
-        clock=time.time,
-        say=lambda _: None,
-    )
-    learner = Learner(store, name=name, settings=settings, settle_s=300.0, parts=parts)
-    await learner.start(versions=await first_versions(file))
-    return learner
+async def _read_all(store: Store, last: str) -> None:
+    """Wait until the learner has counted the last conversation."""
+    records = LearningRecords("desk")
+    while (state := await records.state.get(store)) is None or state.after != last:
+        await asyncio.sleep(0.05)
 
 
-async def _seconds(work: Awaitable[object]) -> float:
-    started = time.perf_counter()
-    await work
-    return time.perf_counter() - started
-
-
-async def ticks(folder: Path, *, count: int) -> list[Figure]:
-    """Seconds of a learner's ticks with many recorded conversations."""
+async def recorded(folder: Path, *, count: int) -> list[Figure]:
+    """The speed of a learner's first look at recorded conversations, and its processor time afterwards."""
     store: Store = component("store", "sqlite", url=f"sqlite:///{folder}/runs.db")
     await record(store, count)
-    learner = await _learner(folder, store, every=10 * count)
-    first = await _seconds(learner.tick())
-    idle = statistics.median([await _seconds(learner.tick()) for _ in range(20)])
-    again = await _seconds(_learner(folder, store, every=10 * count))
-    learner = await _learner(folder, store, every=40)
-    round_s = await _seconds(learner.tick()) + await _seconds(learner.finish_work())
-    await learner.tick()  # which ends the round
-    await store.close()
-    recorded = f"{count:,} conversations"
-    return [
-        Figure(name=f"learner's first look at {recorded}", value=count / first, unit="/s"),
-        Figure(name=f"tick after {recorded}, nothing new", value=idle * 1e3, unit="ms", bar=50.0, better="lower"),
-        Figure(name=f"learner's start after {recorded}", value=again, unit="s"),
-        Figure(name=f"reading for a round after {recorded}", value=round_s, unit="s"),
-    ]
-
-
-def idle(folder: Path) -> Figure:
-    """The processor time of ``agl learn`` while nothing happens, after :func:`ticks`."""
-    write_experiment(folder, models="http://127.0.0.1:9/v1", every=1_000_000, settle="5m")
+    write_experiment(folder, models="http://127.0.0.1:9/v1", every=10 * count, settle="5m")
     with running(sys.executable, "-m", "agl", "learn", "desk.toml", cwd=folder) as learner:
         learner.line_with("learning as")
-        time.sleep(2)
+        started = time.perf_counter()
+        await _read_all(store, f"conversation-{count - 1:08d}")
+        first_s = time.perf_counter() - started
         before = tree_cpu_s(learner.process.pid)
-        time.sleep(IDLE_S)
+        await asyncio.sleep(IDLE_S)
         used = tree_cpu_s(learner.process.pid) - before
-    return Figure(name="agl learn, nothing happens", value=100 * used / IDLE_S, unit="% CPU", bar=1.0, better="lower")
+    await store.close()
+    name = f"agl learn after {count:,} conversations, nothing happens"
+    return [
+        Figure(name=f"a learner's first look at {count:,} conversations", value=count / first_s, unit="/s"),
+        Figure(name=name, value=100 * used / IDLE_S, unit="% CPU", bar=1.0, better="lower"),
+    ]
 
 
 def _ratio(found: Mapping[str, list[Turn]], name: str) -> list[float]:
@@ -305,8 +258,8 @@ def run(*, quick: bool) -> list[Figure]:
     """Every figure; quickly with fewer and shorter turns and fewer recorded conversations."""
     found = served(rounds=1 if quick else ROUNDS, turn_s=4 if quick else TURN_S)
     with tempfile.TemporaryDirectory() as folder:
-        own = asyncio.run(ticks(Path(folder), count=2_000 if quick else RECORDED))
-        return [*compared(found), *own, idle(Path(folder))]
+        own = asyncio.run(recorded(Path(folder), count=2_000 if quick else RECORDED))
+        return [*compared(found), *own]
 
 
 if __name__ == "__main__":
