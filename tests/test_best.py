@@ -235,6 +235,8 @@ def test_best_last_version_costs_no_further_rollouts(fit: Callable[..., Any], tm
         ("0.9", "0.8", "scripted-1"),
         ("0.8", "0.9", "scripted-1"),
         ("0.5", "0.5", "scripted-1"),
+        ("0.9", "0.5", "initial"),
+        ("0.9", "0.6", "scripted-1"),
     ],
 )
 def test_without_validations_between_the_end_stays_unless_it_is_clearly_worse(

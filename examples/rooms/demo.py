@@ -54,7 +54,7 @@ def main() -> None:
     with models() as settings:
         options = [word for setting in (f"experiment.seed={seed}", *settings) for word in ("--set", setting)]
         run("-m", "agl", "run", arguments.file, *options)
-    best = next(WORK.glob("run/run-*/tuner/best/booking_prompt.txt"))
+    best = next(WORK.glob("*/run-1/tuner/best/booking_prompt.txt"))
     print(f"\nThe prompt that won, from {best.relative_to(HERE)}:\n\n{best.read_text(encoding='utf-8')}")
     print("\nlook at the newest run:  agl show latest --store sqlite:///out/runs.db")
 

@@ -75,10 +75,10 @@ def test_misspelt_choice_is_answered_with_the_closest_and_with_all(manager: Plug
         manager.build(manager.algorithm("apo"), optimizer=OPTIMIZER, publish="improvment")
 
 
-def check(folder: Path, algorithm: str, *options: str, **params: Any) -> Any:
+def check(folder: Path, algorithm: str, *options: str, tasks: int = 20, **params: Any) -> Any:
     (folder / "checked_prompts.py").write_text("def solve(task, prompt):\n    return 1.0\n")
     for name, first in (("train", 0), ("val", 50)):
-        lines = (json.dumps({"q": first + number}) for number in range(20))
+        lines = (json.dumps({"q": first + number}) for number in range(tasks))
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     written = "\n".join(f"{name} = {json.dumps(value)}" for name, value in params.items())
     (folder / "e.toml").write_text(f"""
@@ -129,3 +129,14 @@ def test_check_accepts_a_budget_that_is_large_enough_without_asking_the_optimize
 
     assert 0 == result.exit_code, result.output
     assert "no problem found" in result.output
+
+
+@pytest.mark.parametrize("algorithm", OWN)
+def test_check_refuses_too_few_validation_tasks_for_a_proof(tmp_path: Path, algorithm: str) -> None:
+    result = check(tmp_path, algorithm, tasks=8, budget=500)
+    assert 1 == result.exit_code
+    assert "8 validation tasks are too few to prove any text better than the first one" in result.output
+    assert "Give at least 9 " in result.output
+
+    assert "no problem found" in check(tmp_path, algorithm, tasks=9, budget=500).output
+    assert "no problem found" in check(tmp_path, algorithm, tasks=8, budget=500, **{"scoring.error": 1}).output

@@ -186,7 +186,7 @@ class OpaqueAgent:
 
 @pytest.mark.parametrize("swallows", [False, True])
 def test_outage_that_only_the_recorded_calls_show_is_never_scored(tmp_path: Path, swallows: bool) -> None:
-    world, store = msgspec.structs.replace(easy(1), train_size=16, val_size=8), MemoryStore("memory://")
+    world, store = msgspec.structs.replace(easy(1), train_size=16, val_size=9), MemoryStore("memory://")
 
     def respond(request: ModelRequest) -> Step:
         seed = str(request.body["user"])

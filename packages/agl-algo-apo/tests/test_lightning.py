@@ -27,7 +27,11 @@ class Wish(TypedDict):
 
 def wishes() -> Dataset[Wish]:
     suits = {1: "south", 2: "south", 3: "north", 4: "north", 6: "attic", 8: "attic"}
-    return [{"id": f"w{n}", "wish": {"people": n % 9}, "expected": suits[n]} for n in suits]
+    return [
+        {"id": f"w{day}-{people}", "wish": {"people": people}, "expected": desk}
+        for day in range(8)
+        for people, desk in suits.items()
+    ]
 
 
 def first_prompt() -> PromptTemplate:

@@ -177,7 +177,9 @@ def test_policy_that_the_experiment_serves_can_be_the_optimizer(tmp_path: Path) 
         trainer = agl.Trainer(
             name="orders",
             store=store,
-            algorithm=agl.APO(tunes="clerk_prompt", optimizer="writer", critic="writer", budget=80),
+            algorithm=agl.APO(
+                tunes="clerk_prompt", optimizer="writer", critic="writer", budget=80, scoring={"error": 1}
+            ),
             policies={
                 name: policy("openai", base_url=server.base_url, model=model, api_key_env="")
                 for name, model in (("clerk", TASK_MODEL), ("writer", "editor"))

@@ -138,8 +138,8 @@ def test_tokens_of_the_agents_recorded_calls_are_counted(searched: Callable[...,
             resources={**world.seeds(), "llm": llm},
             tunes=("clerk_prompt",),
             train=world.train[:8],
-            val=world.val[:6],
-            budget=44,
+            val=world.val[:9],
+            budget=54,
             gradient_batch_size=4,
         )
     listed = json.loads(agl("resources", "list", "clerk_prompt", "--why", "--json").stdout)

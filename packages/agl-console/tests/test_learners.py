@@ -8,7 +8,7 @@ import pytest
 from agl.stores import MemoryStore
 
 from .conftest import Open
-from .records import HOSTILE
+from .records import HOSTILE, learn
 from .test_views import data_of, text_of
 
 
@@ -86,3 +86,20 @@ async def test_an_unknown_learner_or_candidate_says_where_to_look(opened: Open) 
             answer = await client.get(address)
             assert 404 == answer.status
             assert "/learners" in await answer.text()
+
+
+async def test_a_candidate_whose_text_is_not_in_the_store_still_has_its_story(opened: Open) -> None:
+    store = MemoryStore()
+    await learn(store)
+    async with opened(store) as client:
+        data, page = await data_of(client, "/learners/support/c1"), await text_of(client, "/learners/support/c1")
+    assert [None] == [change["diff"] for change in data["changes"]]
+    assert "first or sums-1-grpo-2 is not in the store" in page
+    assert "better in the replay" in page
+
+
+async def test_a_parameter_of_a_page_without_parameters_is_answered_with_that(opened: Open) -> None:
+    async with opened() as client:
+        answer = await client.get("/learners?x=1")
+        assert 400 == answer.status
+        assert "this page has none" in await answer.text()

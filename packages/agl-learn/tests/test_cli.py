@@ -121,3 +121,16 @@ def test_missing_file_is_named() -> None:
 
     assert 1 == result.exit_code
     assert "suport.toml" in result.output
+
+
+def test_split_of_a_stopped_learner_can_be_ended(store: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.db"
+    copy.write_bytes(Path(store.removeprefix("sqlite:///")).read_bytes())
+
+    assert "not served any more" in agl(f"sqlite:///{copy}", "end").output
+    assert "% production" not in agl(f"sqlite:///{copy}", "status").output
+
+
+def test_misspelt_command_is_no_file(store: str) -> None:
+    assert "stauts" in CliRunner().invoke(cli, ["learn", "stauts"]).output
+    assert "status" in CliRunner().invoke(cli, ["learn", "stauts"]).output

@@ -414,3 +414,18 @@ def test_resource_that_was_added_to_the_file_is_served() -> None:
         return found
 
     assert {PROMPT: "old", "tone": "kind"} == asyncio.run(work()).split.versions["production"]
+
+
+def test_canary_whose_split_was_ended_is_withdrawn() -> None:
+    customers = serving({"old": 0.5, "new": 0.9}, proposes="new", tasks=0, share=(0.05,), units=50)
+
+    async def work() -> Learner:
+        learner = await customers.open("old")
+        await customers.serve(200, until=lambda: len(learner.split.shares) > 1)
+        await customers.store.save_state({key: b"" for key in SERVED.states({"": learner.split})})
+        learner = await customers.restart()
+        await customers.serve(5)
+        return learner
+
+    assert {"production": 1.0} == asyncio.run(work()).split.shares
+    assert "withdrawn" == stages(customers)[-1]

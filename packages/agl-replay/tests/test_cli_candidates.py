@@ -32,8 +32,8 @@ REFUSED = {
     "reason": "empty",
 }
 ELSEWHERE = {**TRIED, "id": "dd", "texts": {"prompt": "Go.", "other": "P"}, "versions": {"prompt": "v0"}}
-GATE = {
-    "gate": "race",
+CHECK = {
+    "name": "race",
     "has_passed": False,
     "step": 2,
     "rival": "aa",
@@ -46,7 +46,7 @@ STATE: Json = {
     "step": 2,
     "stop_reason": "budget: no room",
     "state": {
-        "progress": {"best": "bb", "rounds": 1},
+        "progress": {"winner": "bb", "rounds": 1},
         "spent": {"rollouts": 12, "calls": 3, "tokens": 200, "money": 1.5},
         "lineage": [SEED, TRIED, REFUSED, ELSEWHERE],
         "journal": {
@@ -54,7 +54,7 @@ STATE: Json = {
             "bb": {
                 "scores": {"validation tasks": SCORE, "test tasks": SCORE},
                 "evidence": ["r1", "r2"],
-                "gates": [GATE],
+                "checks": [CHECK],
                 "agent": {"rollouts": 9, "tokens": 70, "money": 0.5},
                 "optimizer": {"calls": 1, "tokens": 80, "money": 0.25},
             },

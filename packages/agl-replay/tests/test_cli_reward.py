@@ -172,7 +172,7 @@ def test_rollouts_are_scored_again_the_newest_first(recorded: Callable[..., None
     assert "  now    'measure:length' 1 by evaluator" == lines[2]
     assert "  kept   'own' 0.5 by agent" == lines[3]
     assert "scored 4 rollouts" in lines
-    assert "mean over 2 tasks: 0.5 recorded, 0.75 now" in lines
+    assert "mean over 2 tasks: 0.5 recorded, 0.75 now (+0.25)" in lines
     assert "top-secret" not in result.output + invoke("--json").output
 
 

@@ -30,7 +30,7 @@ def test_template_is_an_experiment_with_an_agent_and_tasks(template: str, tmp_pa
         config.experiment.agent,
         config.experiment.hidden,
     )
-    assert (12, 6) == (len(train), len(val))
+    assert (12, 24 if template == "prompt" else 6) == (len(train), len(val))
     assert not [task for task in val if task in train]
     compile((tmp_path / "new" / "agent.py").read_text(), "agent.py", "exec")
 

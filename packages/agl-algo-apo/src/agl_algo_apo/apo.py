@@ -95,7 +95,7 @@ class APO(PromptSearch):
         demonstrations: Recorded good runs that a prompt shows as examples: ``most``, 0 for none, and ``max_chars``.
         scoring: The scale of rewards, the final measurement and the error: ``perfect``, ``failure``, ``reserve``,
             ``test``, ``error``.
-        publish: Make the best texts live at every ``improvement``, or only at the ``end``.
+        publish: Make texts live at every proven ``improvement``, or only at the ``end``.
         texts: The rules for texts: ``invariants``, ``filled``, ``max_chars``, ``roles``.
         requests: Files that replace the requests ``improve``, ``critique`` and ``edit``, ``merge``.
     """

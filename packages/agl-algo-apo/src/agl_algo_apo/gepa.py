@@ -61,7 +61,7 @@ class GEPA(PromptSearch):
         patience: Consecutive phases without an improvement that end the search.
         scoring: The scale of rewards, the final measurement and the error: ``perfect``, ``failure``, ``reserve``,
             ``test``, ``error``.
-        publish: Make the best texts live after every ``improvement`` of a phase, or only at the ``end``.
+        publish: Make texts live after every proven ``improvement`` of a phase, or only at the ``end``.
         texts: The rules for texts: ``invariants``, ``filled``, ``max_chars``, ``roles``.
     """
 

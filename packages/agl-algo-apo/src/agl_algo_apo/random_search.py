@@ -32,7 +32,7 @@ class RandomSearch(PromptSearch):
         patience: Consecutive steps without an improvement that end the search.
         scoring: The scale of rewards, the final measurement and the error: ``perfect``, ``failure``, ``reserve``,
             ``test``, ``error``.
-        publish: Make the best texts live at every ``improvement``, or only at the ``end``.
+        publish: Make texts live at every proven ``improvement``, or only at the ``end``.
         texts: The rules for texts: ``invariants``, ``filled``, ``max_chars``.
         requests: A file that replaces the request ``rewrite``.
     """

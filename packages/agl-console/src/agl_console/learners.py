@@ -36,7 +36,7 @@ LEAST = -3.0
 """The lowest evidence that is drawn, as a power of ten."""
 
 
-class LearnersFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NoFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The page has no parameters."""
 
 
@@ -44,10 +44,6 @@ class LearnerFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Query parameters of the page: the number of the oldest candidate on the previous page."""
 
     before: int = 0
-
-
-class CandidateFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The page has no parameters."""
 
 
 class LearnerRow(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -98,13 +94,13 @@ class Change(Record, frozen=True, kw_only=True, omit_defaults=False):
     """What a candidate changes in one resource.
 
     Attributes:
-        diff: The difference of the texts; empty if ``is_too_long``.
+        diff: The difference of the texts; empty if ``is_too_long``, ``None`` if one of them is not in the store.
     """
 
     name: str
     old: str
     new: str
-    diff: list[DiffLine]
+    diff: list[DiffLine] | None
     is_too_long: bool
 
 
@@ -150,7 +146,7 @@ class CandidateView(Record, frozen=True, kw_only=True, omit_defaults=False):
     units: list[ServedUnit]
 
 
-async def learners_view(store: Store, chosen: LearnersFilter) -> LearnersView:
+async def learners_view(store: Store, chosen: NoFilter) -> LearnersView:
     """Read all learners of a store."""
     rows = [await _row(store, name) for name in await learners(store)]
     return LearnersView(learners=[row for row, _, _ in rows])
@@ -193,7 +189,7 @@ async def _row(store: Store, name: str) -> tuple[LearnerRow, LearnerState, list[
     return row, state, candidates
 
 
-async def candidate_view(store: Store, name: str, identity: str, chosen: CandidateFilter) -> CandidateView:
+async def candidate_view(store: Store, name: str, identity: str, chosen: NoFilter) -> CandidateView:
     """Read the story of a candidate; raises :class:`NotFoundError` for an unknown one."""
     records = LearningRecords(name)
     candidate = await records.candidates.get(store, identity)
@@ -220,7 +216,10 @@ async def candidate_view(store: Store, name: str, identity: str, chosen: Candida
 
 async def _change(store: Store, candidate: LearningCandidate, name: str) -> Change:
     old, new = candidate.baseline[name], candidate.versions[name]
-    is_too_long, diff = difference(await store.resource(name, old), await store.resource(name, new))
+    try:
+        is_too_long, diff = difference(await store.resource(name, old), await store.resource(name, new))
+    except NotFoundError:
+        is_too_long, diff = False, None
     return Change(name=name, old=old, new=new, diff=diff, is_too_long=is_too_long)
 
 

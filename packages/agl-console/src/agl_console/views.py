@@ -13,14 +13,7 @@ from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Record
 from agl_console.agents import AgentsFilter, agents_view
 from agl_console.group import GroupFilter, group_view
-from agl_console.learners import (
-    CandidateFilter,
-    LearnerFilter,
-    LearnersFilter,
-    candidate_view,
-    learner_view,
-    learners_view,
-)
+from agl_console.learners import LearnerFilter, NoFilter, candidate_view, learner_view, learners_view
 from agl_console.learning import LearningFilter, learning_view
 from agl_console.rollout import RolloutFilter, SpanView, rollout_tokens_view, rollout_view, span_view
 from agl_console.rollouts import RolloutsFilter, rollouts_view
@@ -85,9 +78,9 @@ _VIEWS: tuple[tuple[str, str, Callable[..., Awaitable[Record]], type[Record]], .
     ("/group", "group.html", group_view, GroupFilter),
     ("/versions", "resources.html", resources_view, ResourcesFilter),
     ("/versions/([^/]+)", "versions.html", versions_view, VersionsFilter),
-    ("/learners", "learners.html", learners_view, LearnersFilter),
+    ("/learners", "learners.html", learners_view, NoFilter),
     ("/learners/([^/]+)", "learner.html", learner_view, LearnerFilter),
-    ("/learners/([^/]+)/([^/]+)", "candidate.html", candidate_view, CandidateFilter),
+    ("/learners/([^/]+)/([^/]+)", "candidate.html", candidate_view, NoFilter),
 )
 """For each address: the pattern, the template, the view's function, and the type of the function's last argument."""
 
@@ -108,4 +101,5 @@ def parsed(query: Query, kind: type[F]) -> F:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         known = ", ".join(field.name for field in msgspec.structs.fields(kind))
-        raise ConfigError(f"the address has a wrong parameter: {error}; it may have: {known}") from error
+        advice = f"it may have: {known}" if known else "this page has none"
+        raise ConfigError(f"the address has a wrong parameter: {error}; {advice}") from error

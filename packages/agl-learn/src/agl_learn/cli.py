@@ -29,10 +29,10 @@ from agl_inspect.records.learning import (
     learners,
 )
 from agl_inspect.records.splits import SERVED, ServedSplit
-from agl_inspect.stores import build_store, located
+from agl_inspect.stores import MEMORY, build_store, located
 from agl_inspect.terminal.opening import Reading, pass_manager, reads_store
 from agl_inspect.terminal.output import echo, print_table, when
-from agl_inspect.text import visible
+from agl_inspect.text import short, visible
 from agl_run.terminal import experiment_argument, read_experiment
 
 _learner_option = click.option("--learner", metavar="NAME", help="The learner, if the store has several.")
@@ -82,6 +82,8 @@ def run_(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
     config, plugins = read_experiment(file, settings, manager=manager)
     name, chosen = learner_of(config)
     folder = file.absolute().parent
+    if config.experiment.store.startswith(MEMORY):
+        raise ConfigError("a learner and its gateways share a store; set [experiment] store to a file or a server")
     store = build_store(plugins, located(config.experiment.store, folder))
     made = LearnerFile(name=name, settings=chosen, config=config, folder=folder, manager=plugins, store=store)
     asyncio.run(_until_stopped(store, lambda stopping: run_learner(made, say=_say, stopping=stopping)))
@@ -182,7 +184,7 @@ def _status_lines(story: Story) -> Iterator[str]:
     ends = ", ".join(f"{sum(each.stage == end for each in final)} {end}" for end in sorted(FINAL))
     yield f"{count_of(len(story.candidates), 'candidate')}: {ends}"
     for user, reason in state.excluded.items():
-        yield f"feedback that does not count: {user} ({reason})"
+        yield f"feedback that does not count: {short(user)} ({reason})"
 
 
 @learn.command()
@@ -292,6 +294,27 @@ def reject(store: Reading, candidate: str, reason: str, learner: str | None) -> 
 @learn.command()
 @_learner_option
 @reads_store
+def end(store: Reading, learner: str | None) -> None:
+    """Stop serving the split of a learner that has stopped.
+
+    Gateways then choose no versions, as before the learner; the labels stay where they are. If the learner is started
+    again, a replay goes on, and a canary is withdrawn.
+    """
+
+    async def work(opened: Store) -> str:
+        records = await _records(opened, learner)
+        if await opened.presences(f"learner-{records.name}"):
+            raise ConfigError(f"the learner {records.name!r} runs, or was killed in the last seconds; stop it first")
+        await opened.save_state({key: b"" for key in SERVED.states({"": ServedSplit(shares={}, versions={})})})
+        return records.name
+
+    name = store.read(work)
+    store.show({"learner": name}, lambda: [f"the split of {name} is not served any more"])
+
+
+@learn.command()
+@_learner_option
+@reads_store
 def pause(store: Reading, learner: str | None) -> None:
     """Hold new candidates and growing shares.
 
@@ -323,8 +346,9 @@ def _wish(
                 raise NotFoundError(
                     "candidate", candidate, did_you_mean(candidate, known, otherwise="see: agl learn log")
                 )
-            if known[candidate].stage in FINAL:
-                raise ConfigError(f"{candidate} has ended already: it is {known[candidate].stage}")
+            stage = known[candidate].stage
+            if stage in FINAL:
+                raise ConfigError(f"{candidate} has ended already: it is {stage}")
         control = await records.control.get(opened) or LearnerControl()
         made = change(control)
         await records.control.add(opened, {"": made})

@@ -136,6 +136,7 @@ class Learner:
             raise ConfigError(
                 f"the learner {found.learner!r} serves this store already; give each learner its own store"
             )
+        is_new = found is None or label not in found.versions
         if found is None or label not in found.versions:
             found = ServedSplit(shares={label: 1.0}, versions={label: dict(versions)})
         pins = {arm: {**versions, **own} for arm, own in found.versions.items()}
@@ -147,10 +148,19 @@ class Learner:
                 way = await _Way.load(self._store, self.records, candidates[identity])
                 way.rated_at_pair = self.state.rated
                 self._ways[identity] = way
+        for way in list(self._ways.values()) if is_new else ():
+            self._leave_ended_split(way)
         for each in reversed(await self._history()):
             self._look_for_fall(each)
-        self._set_split(self.split.shares, pins, salt=self.split.salt)
+        self._set_split(self.split.shares, self.split.versions, salt=self.split.salt)
         await self._save()
+
+    def _leave_ended_split(self, way: "_Way") -> None:
+        """End the canary or the watch of a candidate whose split a person has ended."""
+        if way.stage == "canary":
+            self._end(way, "withdrawn", "its split was ended by a person")
+        elif way.candidate.id == self.state.watched:
+            self._accept(way)
 
     async def tick(self) -> None:
         """Count what has settled, move the candidates, and start what is due."""

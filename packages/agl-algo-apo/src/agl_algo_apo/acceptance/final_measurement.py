@@ -16,6 +16,7 @@ take no part in the search (`test`), and the report uses those.
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from agl.acceptance import odds_text
 from agl.schemas import Record
 from agl_algo_apo.acceptance.proof import gate_of, is_proven
 from agl_algo_apo.measurement.estimates import Estimate, estimate, exactly_nothing
@@ -112,7 +113,8 @@ async def measure_again(search: SearchTools, final: FinalTasks, step: int) -> Re
     if not all(rewards_by(evaluator, candidate.id, how) for candidate in (finalist, seed)):
         how = "selection"
     proven = finalist.id == progress.winner or is_proven(search, gate)
-    return _result(evaluator, finalist, seed, how=how, proven=proven, verdict=gate.words)
+    needed = "" if proven else f"; a proof takes evidence of {odds_text(1 / gate.error)}"
+    return _result(evaluator, finalist, seed, how=how, proven=proven, verdict=gate.words + needed)
 
 
 def _result(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 async def publish_best(search: SearchTools, step: int, *, is_final: bool) -> tuple[str, ...]:
-    """Make the best texts live, at every improvement or at the end; returns the new versions."""
+    """Make the winner's texts live, at every improvement or at the end; returns the new versions."""
     is_new = search.progress.winner != search.progress.published
     if not is_new or (search.settings.publish == "end" and not is_final):
         return ()

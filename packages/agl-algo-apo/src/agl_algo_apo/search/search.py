@@ -17,7 +17,7 @@ from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_algo_apo.acceptance.contest import slices
 from agl_algo_apo.acceptance.final_measurement import FinalTasks, Result, measure_again, rewards_by
-from agl_algo_apo.acceptance.proof import prove
+from agl_algo_apo.acceptance.proof import check_proof, prove
 from agl_algo_apo.acceptance.static_checks import text_rules
 from agl_algo_apo.measurement.evaluation import Evaluator, check_splits, dataset_digest, environment_of
 from agl_algo_apo.measurement.journal import CheckReport, compared
@@ -78,6 +78,7 @@ class PromptSearch(SearchTools):
         # Stored here because steps and races read tasks, seed and store from it.
         self.context = context
         check_splits(context)
+        check_proof(self.settings.scoring.error, len(context.val))
         self.rules = text_rules(context, self.settings, algorithm=self._algorithm)
         # Refused here, before a rollout is paid for: a budget that ends before the method can show anything.
         self.plan: SpendingPlan = self._spending_plan(context)

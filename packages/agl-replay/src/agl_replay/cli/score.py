@@ -193,9 +193,9 @@ def _print_rewards(label: str, rewards: Sequence[Reward]) -> None:
 
 def _print_change(change: RewardChange) -> None:
     echo(f"scored {count_of(change.scored, 'rollout')}{f', skipped {change.skipped}' if change.skipped else ''}")
-    if change.before is not None:
-        tasks = count_of(change.tasks, "task")
-        echo(f"mean over {tasks}: {_number(change.before)} recorded, {_number(change.after)} now")
+    if change.before is not None and change.after is not None:
+        tasks, moved = count_of(change.tasks, "task"), change.after - change.before
+        echo(f"mean over {tasks}: {_number(change.before)} recorded, {_number(change.after)} now ({moved:+.4g})")
     if change.lost or change.gained:
         echo(f"{change.lost} of them lost their reward, and {change.gained} got their first")
     for line in _group_lines(change.groups) if change.scored else ():

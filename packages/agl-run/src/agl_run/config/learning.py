@@ -7,6 +7,7 @@ from msgspec import Meta
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Json, Record
+from agl_inspect.retention import parse_duration
 
 if TYPE_CHECKING:
     from agl_run.config.sections import ExperimentConfig, ExperimentSection
@@ -128,6 +129,12 @@ def learner_of(config: "ExperimentConfig") -> tuple[str, LearnSettings]:
         if has_targets and target not in tuned:
             hint = did_you_mean(target, tuned, otherwise=f"the algorithms tune {', '.join(tuned) or 'nothing'}")
             raise ConfigError(f"learn.{name}.tunes has {target!r}, which no [[algorithm]] of the file tunes; {hint}")
+    if not settings.tunes:
+        raise ConfigError(f"learn.{name}.tunes is empty; name the prompts that may change")
+    try:
+        parse_duration(settings.settle)
+    except ValueError as error:
+        raise ConfigError(f"learn.{name}.settle: {error}") from None
     _check_gate(name, settings.gate)
     return name, settings
 

@@ -3,7 +3,8 @@
 If other versions scored better than the last ones and are close to each other, they run on the validation tasks once
 more: the highest of many measurements is biased upwards, and fresh rollouts are not. This costs rollouts that are in no
 budget, so it happens only in experiments that validate between steps; in other experiments the last versions stay live
-unless the gate finds them worse than the first.
+unless the gate finds them worse than the first. There are only two measurements then, and the best one is not the
+luckiest of many, so less evidence suffices than for a fall.
 """
 
 from pathlib import Path
@@ -14,6 +15,9 @@ from agl.schemas import Record, Weights
 from agl_inspect.records.validations import Validation, rewards_of
 from agl_run.plan import VALIDATION
 from agl_run.run.driver import Driver
+
+_ODDS = 20.0
+"""The odds from which the last of only two validations counts as worse than the first."""
 
 _KEY = "final"
 """Part of the ids of the rollouts that compare the finalists."""
@@ -71,7 +75,7 @@ async def _available(driver: Driver, last: Validation) -> list[Validation]:
     if best.versions == last.versions:
         return [last]
     if not driver.running.plan.config.experiment.validate_every:
-        return [best if driver.validations.has_fallen(last) else last]
+        return [best if driver.validations.evidence_of_fall(last) >= _ODDS else last]
     found: list[Validation] = []
     for one in driver.validations.finalists():
         missing = await missing_files(driver.running.store, one)
