@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from agl.contracts import RolloutQuery
 from agl.schemas import JsonResource, PromptTemplate, ResourceVersion
 from agl_learn.contracts import Conversation, Proposal
 from agl_learn.settings import LearnerFile
-from agl_learn.training import LONGEST, VALIDATION, TrainerProposer, round_tasks, without_words
+from agl_learn.training import LONGEST, NICE, VALIDATION, TrainerProposer, round_tasks, without_words
 from agl_testing.model_server import ScriptedModelServer
 
 from .conftest import POLITE, UseLearner, conversation, publish, run_with
@@ -69,6 +71,24 @@ def test_error_of_training_is_logged_and_ends_the_round(
     assert [] == found
     assert "round 1 of training ended: " in caplog.text
     assert "wish" in caplog.text
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform == "win32", reason="it reads Unix priorities")
+def test_training_has_a_lower_priority_than_the_learner(folder: Path) -> None:
+    session = Path("/proc/self/autogroup")
+    report = f"open('priority', 'w').write(f'{{os.nice(0)}} ' + Path({str(session)!r}).read_text())"
+    if not session.exists():
+        report = "open('priority', 'w').write(str(os.nice(0)))"
+    with (folder / "learn_agent.py").open("a", encoding="utf-8") as agent:
+        agent.write(f"\nimport os, sys\nfrom pathlib import Path\nos.chdir({str(folder)!r})\n")
+        agent.write(f"if sys.argv[0].endswith('training.py'):\n    {report}\n")
+
+    asyncio.run(run_with(folder, propose))
+
+    found = (folder / "priority").read_text(encoding="ascii")
+    assert min(19, os.nice(0) + NICE) == int(found.split()[0])
+    assert not session.exists() or found.endswith(f"nice {NICE}\n"), "the kernel ignores priorities between sessions"
 
 
 async def refuse(file: LearnerFile, *, held_out: Sequence[Conversation] = (), **versions: str) -> str:

@@ -1,7 +1,9 @@
 """``agl learn``: runs a learner, shows what it does and why, and lets people decide."""
 
 import asyncio
+import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -72,8 +74,11 @@ def run_(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
     # Imported here, because the other commands need neither training nor replays.
     from agl_learn.service import run_learner
     from agl_learn.settings import LearnerFile
+    from agl_learn.training import NICE
     from agl_run import learner_of
 
+    if sys.platform != "win32":
+        os.nice(NICE)
     config, plugins = read_experiment(file, settings, manager=manager)
     name, chosen = learner_of(config)
     folder = file.absolute().parent

@@ -37,7 +37,10 @@ from agl_run.engine import TextResource, fit_plan, text_of, with_text
 _LOG = logging.getLogger("agl_learn")
 
 NICE = 10
-"""The priority of the training process: what else runs on the machine comes first."""
+"""How much a learner lowers its priority, and training once more: the gateway on the same machine comes first."""
+
+_AUTOGROUP = Path("/proc/self/autogroup")
+"""Where Linux, which may share the processor between sessions first, keeps the priority of a process's session."""
 
 END_S = 10.0
 """Seconds that a training process may take to save its state when the learner stops."""
@@ -282,6 +285,8 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 def main() -> None:
     """Run the job on standard input to its end; end at once when standard input ends, because the learner has."""
     os.nice(NICE)
+    if _AUTOGROUP.exists():
+        _AUTOGROUP.write_text(str(NICE), encoding="ascii")
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Job)
     threading.Thread(target=_end_with_learner, daemon=True).start()
     trainer = Trainer.from_config(job.config, folder=Path(job.folder))
