@@ -56,6 +56,7 @@ range_option = click.option(
     metavar="LOW HIGH",
     help="For a promotion on rewards: the smallest and the largest possible reward.",
 )
+"""Decorator that adds ``--range`` to a command, which gets both numbers as ``ends``."""
 
 store_option = click.option(
     "--store",
