@@ -150,7 +150,12 @@ def _check_gate(name: str, gate: GateSettings) -> None:
         raise ConfigError(f"learn.{name}.gate.replay.gain is {gate.replay.gain:g}; rewards lie between 0 and 1")
 
 
+_EXAMPLES = 32
+"""As many validation tasks as a round of training has at most."""
+
+
 def example_tasks(section: "ExperimentSection") -> tuple[list[Json], list[Json]]:
-    """Return a training and a validation task, for checks of a learner's file before there are conversations."""
+    """Return training and validation tasks, for checks of a learner's file before there are conversations."""
     keys = dict.fromkeys((*section.hidden, section.group_key or "said"), "")
-    return [{"question": "first", **keys}], [{"question": "second", **keys}]
+    tasks: list[Json] = [{"question": f"number {number}", **keys} for number in range(2 * _EXAMPLES)]
+    return tasks[:_EXAMPLES], tasks[_EXAMPLES:]
