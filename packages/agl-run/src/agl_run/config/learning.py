@@ -150,8 +150,8 @@ def _check_gate(name: str, gate: GateSettings) -> None:
         raise ConfigError(f"learn.{name}.gate.replay.gain is {gate.replay.gain:g}; rewards lie between 0 and 1")
 
 
-_EXAMPLES = 32
-"""As many validation tasks as a round of training has at most."""
+_EXAMPLES = 12
+"""Enough validation tasks for a prompt search to prove something."""
 
 
 def example_tasks(section: "ExperimentSection") -> tuple[list[Json], list[Json]]:
