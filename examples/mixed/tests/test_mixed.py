@@ -172,7 +172,7 @@ def test_a_short_training_runs_from_the_first_step_to_the_last(tmp_path: Path) -
     run(folder, "make_data.py")
     run(folder, str(MIXED.parent / "make_model.py"))
     val = folder / "out/data/val.jsonl"
-    val.write_text("".join(val.read_text(encoding="utf-8").splitlines(keepends=True)[:8]), encoding="utf-8")
+    val.write_text("".join(val.read_text(encoding="utf-8").splitlines(keepends=True)[:9]), encoding="utf-8")
     with scripted.server() as server:
         urls = ("policy.checker.base_url", "algorithm.apo.params.optimizer.base_url")
         settings = {**TINY, **dict.fromkeys(urls, server.base_url)}
