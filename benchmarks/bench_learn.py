@@ -197,7 +197,7 @@ def mean_figure(
 
 
 def drift_figures(seeds: int) -> list[Figure]:
-    """How soon the service follows its users."""
+    """Measure how soon the service follows its users."""
     found = [drift(seed=seed) for seed in range(seeds)]
     in_time = 100 * sum(all(back <= 300 for back, _ in run) for run in found) / seeds
     regrets = [regret for run in found for _, regret in run]
@@ -209,7 +209,7 @@ def drift_figures(seeds: int) -> list[Figure]:
 
 
 def poison_figures(seeds: int) -> list[Figure]:
-    """What liars cost, and whether they are named."""
+    """Measure how much reward liars cost, and how many of them are named."""
     figures: list[Figure] = []
     for name, count, heavy, kinds in (
         ("everything", 30, 0, "0"),
@@ -234,7 +234,7 @@ def poison_figures(seeds: int) -> list[Figure]:
 
 
 def keeping_figures(seeds: int) -> list[Figure]:
-    """What the gate keeps: the reward with an obedient model, and earlier kinds of questions."""
+    """Measure the reward with an obedient model, and on earlier kinds of questions, with and without the gate."""
     gated = [obedient(seed=seed, is_gated=True) for seed in range(seeds)]
     free = [obedient(seed=seed, is_gated=False) for seed in range(seeds)]
     kept = [forgetting(seed=seed, is_gated=True) for seed in range(seeds)]

@@ -66,7 +66,7 @@ class Program:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """True while the process runs."""
         return self._process.poll() is None
 
 

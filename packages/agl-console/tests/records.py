@@ -314,9 +314,7 @@ async def learn(store: Store) -> None:
     await records.units("c1").add(store, {entry_name(n): each for n, each in enumerate(units)})
     await records.candidates.add(store, {each.id: each for each in (good, bad)})
     await records.decisions.add(store, {each.id: each for each in decisions})
-    state = LearnerState(
-        file="support.toml", watched="c1", candidates=2, rounds=3, rated=240, excluded={"mallory": HOSTILE}
-    )
+    state = LearnerState(watched="c1", candidates=2, rounds=3, rated=240, excluded={"mallory": HOSTILE})
     await records.state.add(store, {"": state})
 
 

@@ -58,7 +58,6 @@ class LearnerRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     """
 
     name: str
-    file: str
     rated: int
     rounds: int
     candidates: int
@@ -91,7 +90,7 @@ class LearnerView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Change(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What a candidate changes in one resource.
+    """The change that a candidate makes to one resource.
 
     Attributes:
         diff: The difference of the texts; empty if ``is_too_long``, ``None`` if one of them is not in the store.
@@ -175,7 +174,6 @@ async def _row(store: Store, name: str) -> tuple[LearnerRow, LearnerState, list[
     candidates = list((await records.candidates.read(store)).values())
     row = LearnerRow(
         name=name,
-        file=state.file,
         rated=state.rated,
         rounds=state.rounds,
         candidates=state.candidates,

@@ -22,18 +22,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agl.acceptance import Gate, odds_text
 from agl.contracts import Store
 from agl.errors import AglError, ConfigError, StoreError
-from agl.hints import count_of
 from agl_inspect.learning import (
-    add_pair,
-    add_unit,
     decision_of,
     first_unit,
     mean_pair,
-    replay_gates,
-    served_gates,
 )
 from agl_inspect.records.labels import labels_of, move
 from agl_inspect.records.learning import (
@@ -52,6 +46,7 @@ from agl_inspect.records.splits import SERVED, Pins, ServedSplit
 from agl_learn.contracts import Conversation, Proposal, Proposer, Replayer, Traffic
 from agl_learn.fall import FallDetector
 from agl_learn.users import limit_per_user
+from agl_learn.way import Way, doubt, harm_in, harm_words, serves, title_of
 from agl_run import LearnSettings
 
 CANDIDATE = "candidate"
@@ -117,7 +112,7 @@ class Learner:
     def __init__(self, store: Store, *, name: str, settings: LearnSettings, settle_s: float, parts: Parts) -> None:
         self._store, self._settings, self._settle_s, self._parts = store, settings, settle_s, parts
         self.records = LearningRecords(name)
-        self._ways: dict[str, _Way] = {}
+        self._ways: dict[str, Way] = {}
         self._work: asyncio.Task[None] | None = None
         self._proposals: list[Proposal] | None = None
         self._fall = FallDetector()
@@ -126,32 +121,31 @@ class Learner:
         self._unsaved: dict[str, bytes] = {}
         self._is_state_saved = True
 
-    async def start(self, *, versions: Mapping[str, str], file: str = "") -> None:
+    async def start(self, *, versions: Mapping[str, str]) -> None:
         """Load the state, or begin with these served versions.
 
         Raises:
             ConfigError: Another learner serves the split of the store.
         """
-        self.state = await self.records.state.get(self._store) or LearnerState(file=file)
+        self.state = await self.records.state.get(self._store) or LearnerState()
         found = await SERVED.get(self._store)
         label = self._settings.label
         if found is not None and found.learner not in ("", self.records.name):
             raise ConfigError(
                 f"the learner {found.learner!r} serves this store already; give each learner its own store"
             )
-        is_new = found is None or label not in found.versions
-        if found is None or label not in found.versions:
-            found = ServedSplit(shares={label: 1.0}, versions={label: dict(versions)})
-        pins = {arm: {**versions, **own} for arm, own in found.versions.items()}
-        self.split = replace(found, versions=pins)
+        known = found if found is not None and label in found.versions else None
+        split = known or ServedSplit(shares={label: 1.0}, versions={label: {}})
+        pins = {arm: {**versions, **own} for arm, own in split.versions.items()}
+        self.split = replace(split, versions=pins)
         candidates = await self.records.candidates.read(self._store)
         self._tried = [each.versions for each in candidates.values()]
         for identity in (self.state.current, self.state.watched):
             if identity:
-                way = await _Way.load(self._store, self.records, candidates[identity])
+                way = await Way.load(self._store, self.records, candidates[identity])
                 way.rated_at_pair = self.state.rated
                 self._ways[identity] = way
-        for way in list(self._ways.values()) if is_new else ():
+        for way in list(self._ways.values()) if known is None else ():
             self._leave_ended_split(way)
         counted = self.state.after_value, self.state.after
         for each in reversed(await self._history()):
@@ -160,7 +154,7 @@ class Learner:
         self._set_split(self.split.shares, self.split.versions, salt=self.split.salt)
         await self._save()
 
-    def _leave_ended_split(self, way: "_Way") -> None:
+    def _leave_ended_split(self, way: Way) -> None:
         """End the canary or the watch of a candidate whose split a person has ended."""
         if way.stage == "canary":
             self._end(way, "withdrawn", "its split was ended by a person")
@@ -222,13 +216,13 @@ class Learner:
             return
         unit = self._unit(conversation)
         if unit in way.counted:
-            way.answers += way.is_at_share(conversation.started_at) and _serves(conversation, way.candidate.versions)
+            way.answers += way.is_at_share(conversation.started_at) and serves(conversation, way.candidate.versions)
         if conversation.user in self.state.excluded or unit in way.counted:
             return
         found = self.state.open.get(unit)
         if found is None or found.candidate != way.candidate.id:
             found = self._opened(unit, conversation, way.candidate)
-        if found.is_new != _serves(conversation, way.candidate.versions):
+        if found.is_new != serves(conversation, way.candidate.versions):
             return  # the unit changed its arm when the share grew, and only its first arm counts
         guards = {name: found.guards.get(name, 0.0) + value for name, value in way.guards(conversation).items()}
         added = replace(
@@ -243,7 +237,7 @@ class Learner:
         """Notice that the rewards of the served versions have fallen."""
         served = self.split.versions[self._settings.label]
         is_excluded = conversation.user in self.state.excluded
-        if conversation.reward is None or is_excluded or not _serves(conversation, served):
+        if conversation.reward is None or is_excluded or not serves(conversation, served):
             return
         unit = self._unit(conversation)
         if unit in self._heard:
@@ -264,7 +258,7 @@ class Learner:
         return conversation.unit(self._settings.unit)
 
     def _opened(self, unit: str, conversation: Conversation, candidate: LearningCandidate) -> ServedUnit:
-        is_new = _serves(conversation, candidate.versions)
+        is_new = serves(conversation, candidate.versions)
         return ServedUnit(
             unit=unit,
             candidate=candidate.id,
@@ -300,10 +294,10 @@ class Learner:
             elif way.stage in ("watch", "suspicion"):
                 self._judge_watch(way)
 
-    def _judge_canary(self, way: "_Way", control: LearnerControl) -> None:
+    def _judge_canary(self, way: Way, control: LearnerControl) -> None:
         harmful = next((name for name, gate in way.gates.items() if gate.verdict == "worse"), "")
         if harmful:
-            self._end(way, "withdrawn", f"{_title(harmful)}: {way.gates[harmful].words}", gate=harmful)
+            self._end(way, "withdrawn", f"{title_of(harmful)}: {way.gates[harmful].words}", gate=harmful)
             return
         shares, gate = self._settings.gate.canary.share, way.gates["canary"]
         units = self._settings.gate.canary.units
@@ -312,15 +306,15 @@ class Learner:
             return
         higher = [share for share in shares if share > way.candidate.share]
         if higher:
-            self._enter(way, "canary", share=higher[0], reason=f"no harm so far: {_harm_words(gate)}")
+            self._enter(way, "canary", share=higher[0], reason=f"no harm so far: {harm_words(gate)}")
         else:
             self._promote(way)
 
-    def _promote(self, way: "_Way") -> None:
+    def _promote(self, way: Way) -> None:
         holdback, gate = self._settings.gate.holdback, way.gates["canary"]
         self._decide(way, "canary")
         self._set(replace(self.state, current="", watched=way.candidate.id))
-        reason = f"promoted, no harm in the canary: {_harm_words(gate)}"
+        reason = f"promoted, no harm in the canary: {harm_words(gate)}"
         if holdback:
             self._enter(way, "watch", share=1 - holdback, reason=reason)
         else:
@@ -328,7 +322,7 @@ class Learner:
             self._serve_alone(way.candidate.versions)
             self._accept(way)
 
-    def _judge_watch(self, way: "_Way") -> None:
+    def _judge_watch(self, way: Way) -> None:
         gate = way.gates[way.stage]
         if gate.verdict == "worse":
             self._end(way, "rolled back", f"worse than the versions before: {gate.words}", gate=way.stage)
@@ -340,14 +334,14 @@ class Learner:
             reason = f"the new versions are not the cause of the fall: {gate.words}"
             self._enter(way, "watch", share=1 - self._settings.gate.holdback, reason=reason)
 
-    def _accept(self, way: "_Way") -> None:
+    def _accept(self, way: Way) -> None:
         if way.stage in way.gates:
             self._decide(way, way.stage)
         self._record(way, "accepted", share=1.0, reason="no harm while it was watched, and the next candidate follows")
         self._set(replace(self.state, watched=""))
         del self._ways[way.candidate.id]
 
-    def _end(self, way: "_Way", stage: Stage, reason: str, *, gate: str = "") -> None:
+    def _end(self, way: Way, stage: Stage, reason: str, *, gate: str = "") -> None:
         """End a candidate: from now on all units get the versions before."""
         if gate:
             self._decide(way, gate)
@@ -396,7 +390,7 @@ class Learner:
                 self._end(way, self._last_stage(way), f"rejected by a person: {reason}")
         await self._save()
 
-    def _last_stage(self, way: "_Way") -> Stage:
+    def _last_stage(self, way: Way) -> Stage:
         return "rolled back" if way.candidate.id == self.state.watched else "withdrawn"
 
     async def _take_label(self) -> None:
@@ -440,7 +434,7 @@ class Learner:
         """
         recent = await self._recent()
         tried = [way.candidate.versions for way in self._ways.values()]
-        accepted = [each for each in recent if not any(_serves(each, versions) for versions in tried)]
+        accepted = [each for each in recent if not any(serves(each, versions) for versions in tried)]
         known = Counter(each.user for each in accepted if each.is_explicit)
         contradicting = self._parts.contradicting(accepted)
         agreeing = {user for user, count in known.items() if count >= FAMILIAR and user not in contradicting}
@@ -490,13 +484,13 @@ class Learner:
             moves=[],
             rules=rules,
         )
-        way = _Way(candidate)
+        way = Way(candidate)
         way.rated_at_pair = self.state.rated
         self._ways[candidate.id] = way
         self._set(replace(self.state, candidates=number, current=candidate.id))
         self._record(way, "replay", share=0.0, reason=f"proposed by {proposal.origin}")
 
-    async def _continue_replay(self, way: "_Way") -> None:
+    async def _continue_replay(self, way: Way) -> None:
         if not self._settings.gate.replay.tasks:
             await self._leave_replay(way, reason="the replay is switched off")
         elif self._work is not None:
@@ -506,7 +500,7 @@ class Learner:
         elif way.replay["replay"].verdict != "open" or way.rated_at_end != self.state.rated:
             self._background(self._replay(way))
 
-    async def _replay(self, way: "_Way") -> None:
+    async def _replay(self, way: Way) -> None:
         """Add pairs until the verdict, or until no held-out conversation is left."""
         gate = way.replay["replay"]
         try:
@@ -524,7 +518,7 @@ class Learner:
         if is_hopeless or self.state.rated - way.rated_at_pair >= self._settings.every:  # no other users come
             way.obstacle = gate.words
 
-    async def _add_pairs(self, way: "_Way") -> None:
+    async def _add_pairs(self, way: Way) -> None:
         """Replay units one after another: of each its newest conversation, and if units are few, others like it."""
         done = {pair.unit for pair in way.pairs}
         found: dict[str, list[Conversation]] = {}
@@ -540,7 +534,7 @@ class Learner:
         ]
         await self._run_pairs(way, chosen, done=done)
 
-    async def _run_pairs(self, way: "_Way", held_out: Sequence[Conversation], *, done: Collection[str]) -> None:
+    async def _run_pairs(self, way: Way, held_out: Sequence[Conversation], *, done: Collection[str]) -> None:
         is_open = way.replay["replay"].verdict == "open"
         sizes, found = Counter(map(self._unit, held_out)), list[ReplayPair]()
         async with aclosing(self._parts.replayer.pairs(way.candidate, held_out, done=done)) as pairs:
@@ -556,12 +550,12 @@ class Learner:
                 if is_open and way.replay["replay"].verdict != "open":
                     return
 
-    async def _leave_replay(self, way: "_Way", *, reason: str = "") -> None:
+    async def _leave_replay(self, way: Way, *, reason: str = "") -> None:
         gate = way.replay["replay"]
         for name, found in way.replay.items():
             if found.count:
                 self._decide(way, name)
-        if not reason and (obstacle := _harm_in(way.replay) or way.obstacle or _doubt(gate)):
+        if not reason and (obstacle := harm_in(way.replay) or way.obstacle or doubt(gate)):
             self._end(way, "refused", obstacle)
         elif self._settings.gate.approve == "person":
             self._enter(way, "approval", share=0.0, reason=f"waits for: agl learn approve {way.candidate.id}")
@@ -569,7 +563,7 @@ class Learner:
             await self._begin_canary(way, reason or f"in the replay {gate.words}")
         await self._save()
 
-    async def _begin_canary(self, way: "_Way", reason: str) -> None:
+    async def _begin_canary(self, way: Way, reason: str) -> None:
         gate, shares, limits = way.replay["replay"], self._settings.gate.canary.share, await self._limits()
         if self.state.watched:
             self._accept(self._ways[self.state.watched])
@@ -609,7 +603,7 @@ class Learner:
 
     # The served split, the labels and the record
 
-    def _enter(self, way: "_Way", stage: Stage, *, share: float, reason: str) -> None:
+    def _enter(self, way: Way, stage: Stage, *, share: float, reason: str) -> None:
         """Move a candidate to a stage, or to another share of it."""
         label = self._settings.label
         self._record(way, stage, share=share, reason=reason)
@@ -626,13 +620,13 @@ class Learner:
                 {HOLDBACK: 1 - share, label: share}, {HOLDBACK: before, label: after}, salt=way.candidate.id
             )
 
-    def _record(self, way: "_Way", stage: Stage, *, share: float, reason: str) -> None:
+    def _record(self, way: Way, stage: Stage, *, share: float, reason: str) -> None:
         entry = Move(stage=stage, at=self._parts.clock(), share=share, reason=reason, first=len(way.units))
         way.enter(entry)
         self._unsaved |= self.records.candidates.states({way.candidate.id: way.candidate})
         self._parts.say(f"{way.candidate.id}: {stage}{f' at {share:.0%}' if 0 < share < 1 else ''}: {reason}")
 
-    def _decide(self, way: "_Way", name: str) -> None:
+    def _decide(self, way: Way, name: str) -> None:
         is_replay = way.stage == "replay"
         decision = decision_of(
             way.candidate,
@@ -685,120 +679,3 @@ class Learner:
                 self._end(way, self._last_stage(way), f"a person moved the label of {name} to {version}")
         self._parts.say(f"{name}: a person moved the label to {version}, which is served now")
         self._serve_alone({name: version})
-
-
-class _Way:
-    """A candidate on its way, with its observations and the gates that they fed.
-
-    Attributes:
-        candidate: The candidate as recorded.
-        pairs: The pairs of its replay.
-        units: The units of its canary and watch.
-        counted: The names of the units of its present stage, in which each counts once.
-        replay: The gates of its replay.
-        gates: The gates of its present stage, if that serves it.
-        is_replayed: Whether its replay has ended with a verdict.
-        obstacle: Why its replay ended without a verdict; ``""`` while it may go on.
-        rated_at_end: The number of rated conversations when its replay had no further one to run; -1 before.
-        rated_at_pair: The number of rated conversations when its replay added a pair, or began.
-        answers: How many rated conversations of users who were counted before got the candidate at its present share,
-            since the learner started.
-    """
-
-    def __init__(
-        self, candidate: LearningCandidate, *, pairs: Sequence[ReplayPair] = (), units: Sequence[ServedUnit] = ()
-    ) -> None:
-        self.candidate = candidate
-        self.pairs, self.units = list(pairs), list(units)
-        self.counted: set[str] = set()
-        self.replay = replay_gates(candidate.rules, number=candidate.number, pairs=pairs)
-        self.gates: dict[str, Gate] = {}
-        self.is_replayed, self.obstacle, self.rated_at_end = False, "", -1
-        self.rated_at_pair = self.answers = 0
-        if candidate.moves and candidate.stage in _SERVED:
-            present = self.units[first_unit(candidate) :]
-            self.counted = {unit.unit for unit in present}
-            self.gates = served_gates(candidate.rules, candidate.stage, present)
-
-    @classmethod
-    async def load(cls, store: Store, records: LearningRecords, candidate: LearningCandidate) -> "_Way":
-        """Read a candidate's observations."""
-        pairs = await records.pairs(candidate.id).read(store)
-        units = await records.units(candidate.id).read(store)
-        return cls(candidate, pairs=list(pairs.values()), units=list(units.values()))
-
-    @property
-    def stage(self) -> Stage:
-        """The present stage."""
-        return self.candidate.stage
-
-    def enter(self, entry: Move) -> None:
-        """Add a move; a new stage begins with new gates."""
-        is_new_stage = not self.candidate.moves or entry.stage != self.stage
-        self.candidate = replace(self.candidate, moves=[*self.candidate.moves, entry])
-        self.answers = 0
-        if is_new_stage and entry.stage in _SERVED:
-            self.counted = set()
-            self.gates = served_gates(self.candidate.rules, entry.stage, ())
-
-    def add_pair(self, pair: ReplayPair) -> None:
-        """Add a pair."""
-        self.pairs.append(pair)
-        add_pair(self.replay, pair, self.candidate.rules)
-
-    def add_unit(self, unit: ServedUnit) -> int:
-        """Add a unit; returns its number."""
-        self.units.append(unit)
-        self.counted.add(unit.unit)
-        add_unit(self.gates, unit)
-        return len(self.units) - 1
-
-    def served_at_share(self) -> int:
-        """Return how many units got the candidate since its share last changed."""
-        return sum(unit.is_new and self.is_at_share(unit.at) for unit in self.units[self.candidate.moves[-1].first :])
-
-    def is_at_share(self, began: float) -> bool:
-        """Return whether a conversation that began at this time was placed at the present share."""
-        return began >= self.candidate.moves[-1].at
-
-    def guards(self, conversation: Conversation) -> dict[str, float]:
-        """Return for each guard 1 if the conversation keeps its limit, else 0."""
-        limits = self.candidate.limits
-        return {
-            name: float(conversation.numbers[name] <= limit)
-            for name, limit in limits.items()
-            if name in conversation.numbers
-        }
-
-
-_SERVED = ("canary", "watch", "suspicion")
-
-
-def _serves(conversation: Conversation, versions: Mapping[str, str]) -> bool:
-    return all(conversation.versions.get(name) == version for name, version in versions.items())
-
-
-def _harm_in(gates: Mapping[str, Gate]) -> str:
-    """Return what speaks against a candidate besides its replay: its control, a kind of task, the regression tasks."""
-    if "control" in gates and gates["control"].verdict in ("better", "worse"):
-        return f"two runs of the versions before differ, so rewards cannot be compared: {gates['control'].words}"
-    worse = (name for name, gate in gates.items() if name not in ("replay", "control") and gate.verdict == "worse")
-    return next((f"{_title(name)}: {gates[name].words}" for name in worse), "")
-
-
-def _harm_words(gate: Gate) -> str:
-    return f"{odds_text(gate.evidence_of_harm)} for harm after {count_of(gate.count, 'unit')}"
-
-
-def _doubt(gate: Gate) -> str:
-    return "" if gate.verdict == "better" else gate.words
-
-
-def _title(gate: str) -> str:
-    """Return the name of a gate in words."""
-    kind, _, name = gate.partition("-")
-    if kind == "guard":
-        return f"{name} got worse in the canary"
-    if kind == "kind":
-        return f"worse on tasks of the kind {name}"
-    return {"canary": "worse in the canary", "regression": "worse on the regression tasks"}.get(gate, gate)

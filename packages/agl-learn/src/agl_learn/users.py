@@ -62,7 +62,7 @@ class _Fit(NamedTuple):
 
 
 def contradicting(conversations: Iterable[Conversation]) -> dict[str, str]:
-    """Return the users whose ratings contradict those of the others, each with the reason in words.
+    """Map each user whose ratings contradict the other users' ratings to the reason, in words.
 
     Only ratings by the users themselves are compared, and only with those of other users.
     """

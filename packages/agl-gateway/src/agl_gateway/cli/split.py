@@ -61,8 +61,8 @@ def split_(
 ) -> None:
     """Report the rewards of the arms of a serving split.
 
-    LABELS are the arms, the baseline first. Without LABELS, the report is about the split that `agl learn` serves, or,
-    if there is none, about production and candidate. The report counts finished rollouts that a split divided between
+    LABELS are the arms, the baseline first. Without LABELS, the report covers the split that `agl learn` serves, and
+    without such a split production and candidate. The report counts finished rollouts that a split divided between
     the arms' present versions. A failed rollout counts as 0, and one without a reward is left out. Rollouts of one user
     or conversation enter the comparison once, by their mean. With --promote the first label moves to the second one's
     version of NAME, if that is better.

@@ -189,7 +189,6 @@ class LearnerState(Record, frozen=True, kw_only=True, omit_defaults=False):
     """What a learner has to know after a restart.
 
     Attributes:
-        file: The experiment file.
         after: The id of the last conversation that was counted; see :meth:`agl.contracts.RolloutQuery.next`.
         after_value: When that conversation began, in Unix seconds.
         open: Units whose window is not over, by name; see :class:`ServedUnit`. Their rewards are sums.
@@ -206,7 +205,6 @@ class LearnerState(Record, frozen=True, kw_only=True, omit_defaults=False):
         excluded: Users whose feedback does not count, with the reason.
     """
 
-    file: str = ""
     after: str = ""
     after_value: float = 0.0
     open: dict[str, ServedUnit] = {}
