@@ -472,3 +472,20 @@ def test_user_of_a_withdrawn_candidate_counts_for_the_next_one() -> None:
 
     assert "c2" == learner.state.current
     assert {"c2"} == {unit.candidate for unit in learner.state.open.values()}
+
+
+def test_harm_that_begins_after_a_good_start_ends_the_canary() -> None:
+    def liked(version: str, kind: str, number: int) -> float:
+        return {"old": 0.5, "new": 1.0 if number < 140 else 0.0}[version]
+
+    customers = serving(liked, proposes="new", tasks=0, share=(0.5,), units=500)
+
+    async def work() -> None:
+        learner = await customers.open("old")
+        await customers.serve(140)
+        assert "better" == learner._ways["c1"].gates["canary"].verdict  # pyright: ignore[reportPrivateUsage]
+        await customers.serve(400)
+
+    asyncio.run(work())
+
+    assert ["replay", "canary", "withdrawn"] == stages(customers)[:3]

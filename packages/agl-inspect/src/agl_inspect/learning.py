@@ -82,12 +82,17 @@ def served_gates(rules: GateRules, stage: str, units: Sequence[ServedUnit]) -> d
 
 
 def add_unit(gates: dict[str, Gate], unit: ServedUnit) -> None:
-    """Feed a unit to the gates of a stage."""
+    """Feed a unit to the gates of a stage; they go on after the verdict ``better``, because harm may begin later."""
     for name, gate in gates.items():
         guard = name.removeprefix("guard-")
         value = unit.guards.get(guard) if guard != name else unit.reward
-        if value is not None and gate.verdict == "open":
+        if value is not None:
             gate.arrive(value, is_new=unit.is_new, share=unit.share, stratum=unit.kind)
+
+
+def shows_harm(gate: Gate) -> bool:
+    """Return true if a gate has proven harm, whatever its first verdict was."""
+    return gate.evidence_of_harm >= 1 / gate.error
 
 
 def first_unit(candidate: LearningCandidate) -> int:

@@ -28,6 +28,7 @@ from agl_inspect.learning import (
     decision_of,
     first_unit,
     mean_pair,
+    shows_harm,
 )
 from agl_inspect.records.labels import labels_of, move
 from agl_inspect.records.learning import (
@@ -295,7 +296,7 @@ class Learner:
                 self._judge_watch(way)
 
     def _judge_canary(self, way: Way, control: LearnerControl) -> None:
-        harmful = next((name for name, gate in way.gates.items() if gate.verdict == "worse"), "")
+        harmful = next((name for name, gate in way.gates.items() if shows_harm(gate)), "")
         if harmful:
             self._end(way, "withdrawn", f"{title_of(harmful)}: {way.gates[harmful].words}", gate=harmful)
             return
@@ -324,7 +325,7 @@ class Learner:
 
     def _judge_watch(self, way: Way) -> None:
         gate = way.gates[way.stage]
-        if gate.verdict == "worse":
+        if shows_harm(gate):
             self._end(way, "rolled back", f"worse than the versions before: {gate.words}", gate=way.stage)
         elif gate.verdict == "undecidable" and gate.mean < 0:
             reason = f"the rewards have fallen, and the versions before seem to be better: {gate.words}"
