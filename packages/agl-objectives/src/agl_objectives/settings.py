@@ -108,15 +108,17 @@ class Lora(Settings, frozen=True, kw_only=True):
         rank: Rank of the adapters; 0 trains all weights.
         alpha: Scale of the adapters, relative to the rank.
         targets: Names of the modules that get an adapter; `["all-linear"]` means every linear layer except the head.
+        is_quantized: Whether the frozen weights are stored in 4 bits while adapters train (QLoRA).
     """
 
     rank: Whole = 0
     alpha: Positive = 32.0
     targets: tuple[str, ...] = ("all-linear",)
+    is_quantized: bool = False
 
     def __post_init__(self) -> None:
-        if not self.rank and (self.alpha, self.targets) != (32.0, ("all-linear",)):
-            raise ValueError("lora.alpha and lora.targets do nothing while lora.rank is 0, which trains all weights")
+        if not self.rank and (self.alpha, self.targets, self.is_quantized) != (32.0, ("all-linear",), False):
+            raise ValueError("lora.rank is 0, which trains all weights, so the other settings of lora do nothing")
 
 
 class Compute(Settings, frozen=True, kw_only=True):

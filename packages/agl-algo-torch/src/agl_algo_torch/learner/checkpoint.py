@@ -20,6 +20,7 @@ import torch
 from agl.errors import ConfigError
 from agl.schemas import Weights, WeightsProbe, write_probe
 from agl_algo_torch.learner.model import has_lora, load_trainable_state, no_bars, trainable_state, without_master
+from agl_algo_torch.learner.quantized import quantized_layers
 from agl_algo_torch.learner.typed_torch import read_tensors, write_tensors
 from agl_objectives.directories import damage, write_directory
 
@@ -41,7 +42,7 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
     Full weights are written as a Hugging Face directory with the tokenizer, in the type that the model computes in.
     LoRA is written as a peft adapter that names its base model. The directory also gets a probe
     (`agl.schemas.WeightsProbe`): the model's log-probabilities of a fixed text, by which a server of these weights can
-    be checked.
+    be checked; an adapter on a quantised base gets none, because the server has the base as it was.
     """
     loaded = without_master(loaded)
     model = cast("Any", loaded.model)
@@ -52,7 +53,7 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
         with no_bars():
             model.save_pretrained(directory, **options)
         loaded.tokenizer.save_pretrained(directory)
-        if (probe := make_probe(loaded)) is not None:
+        if not quantized_layers(model) and (probe := make_probe(loaded)) is not None:
             write_probe(directory, probe)
 
     write_directory(target, fill)

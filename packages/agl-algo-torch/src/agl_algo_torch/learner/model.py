@@ -3,7 +3,7 @@
 A model is a directory or hub name in Hugging Face's format; nothing here knows an architecture.
 Optimizers are in `optim`, files on disk in `checkpoint`, sampling in `engine`.
 
-Limits: one device. Quantised base weights can be loaded, but an adapter on them cannot be merged for serving.
+Limits: one device.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 
 from agl.errors import ConfigError
 from agl.hints import pip_install
+from agl_algo_torch.learner.quantized import quantize, quantized_layers
 from agl_algo_torch.learner.typed_torch import modules
 from agl_objectives.directories import damage, require_safetensors
 
@@ -84,12 +85,14 @@ def pick_device(name: str = "auto") -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_master: bool = False) -> LoadedModel:
+def load_model(
+    path: str, *, device: str = "auto", dtype: str = "float32", is_master: bool = False, is_quantized: bool = False
+) -> LoadedModel:
     """Load model and tokenizer from a directory or hub name, in evaluation mode.
 
     With `is_master` the model holds its weights in float32 and computes in `dtype` inside `computing`; otherwise it
     holds them in `dtype`. An update of AdamW moves a weight by about `lr`, and bfloat16 would round this away for a
-    weight more than 256 times as large.
+    weight more than 256 times as large. With `is_quantized` the linear layers are frozen and stored in 4 bits.
 
     Raises ConfigError if `dtype` is unknown, the model is damaged or cannot be read, or it has no chat template.
     """
@@ -117,6 +120,8 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_ma
             f"The tokenizer of {path!r} has no chat template, so messages cannot be turned into tokens. "
             "Use an instruction-tuned model, or add chat_template.jinja next to its tokenizer.json."
         )
+    if is_quantized:
+        quantize(model, device=where)
     if held != DTYPES[dtype]:
         setattr(model, _COMPUTED, DTYPES[dtype])
     return LoadedModel(name=path, model=model.to(where).eval(), tokenizer=tokenizer, device=where)
@@ -360,7 +365,7 @@ def _is_more_than_pairs(model: nn.Module) -> bool:
     return any(not re.search(r"\.lora_[AB]\.|\.bias$", name) for name in trainable_state(model))
 
 
-def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _merged(base: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the base model by its plain name, as a copy with the adapters' delta added."""
     deltas: dict[str, Tensor] = {}
     # delta W = B A * alpha / rank for each adapted layer, [out, in]; active adapters add up.
@@ -368,11 +373,14 @@ def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if hasattr(module, "get_delta_weight"):
             layer = cast("Any", module)
             deltas[f"{name}.weight"] = torch.stack([layer.get_delta_weight(a) for a in layer.active_adapters]).sum(0)
+    stored = quantized_layers(base)
+    full = {f"{name}.weight": partial(layer.full, base.dtype) for name, layer in stored.items()}
+    left_out = {f"{name}.scale" for name in stored}
     for name, tensor in base.state_dict().items():
-        if ".lora_" in name:
+        if ".lora_" in name or name in left_out:
             continue
         plain = name.replace(".base_layer.", ".")  # peft moves an adapted layer's own weight one level down
-        value = tensor.detach().clone()
+        value = full[name]() if name in full else tensor.detach().clone()
         yield plain, value + deltas[plain].detach() if plain in deltas else value
 
 

@@ -225,7 +225,13 @@ def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
     path = origin.uri if origin.format == "hf" else origin.base_model
     # Under LoRA the base is frozen and the adapters are float32 anyway; else the weights in training are a master.
     compute, has_lora = settings.compute, bool(settings.lora.rank)
-    loaded = load_model(path, device=compute.device, dtype=compute.dtype, is_master=not has_lora)
+    loaded = load_model(
+        path,
+        device=compute.device,
+        dtype=compute.dtype,
+        is_master=not has_lora,
+        is_quantized=settings.lora.is_quantized,
+    )
     if origin.format == "hf":
         model = add_lora(loaded.model, settings.lora) if has_lora else loaded.model
     else:
