@@ -1,0 +1,285 @@
+"""The parts of ``benchmarks.gpu`` inside torch: attention over packed rows, updates, a base in 4 bits, and generation."""
+
+import argparse
+import asyncio
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import openai
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from agl.contracts import POLICY_KEY_ENV
+from agl.schemas import Weights
+from agl_algo_torch.learner import packing
+from agl_algo_torch.learner.batch import RowSample, from_tokens, micro_batches
+from agl_algo_torch.learner.model import load_model, open_adapter
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, random_row
+from agl_algo_torch.learner.quantized import quantized_layers
+from agl_algo_torch.serving.policy import TorchPolicy
+from agl_inspect.forecast.costs import Training, memory_of
+from agl_inspect.forecast.models import ModelShape
+from agl_objectives.settings import Compute, Lora, Optim
+from benchmarks._harness import Figure
+
+GIB = 2**30
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    return torch.device("cpu" if options.is_small else "cuda")
+
+
+def seconds(action: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of an action, with everything that it queued on the device."""
+    started = time.perf_counter()
+    action()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def learner_of(
+    options: argparse.Namespace, model: Path, *, lora: Lora | None = None, lr: float = 1e-6
+) -> PolicyLearner:
+    torch.set_default_device(None)
+    compute = Compute(
+        device=device_of(options).type,
+        dtype="float32" if options.is_small else "bfloat16",
+        token_budget=2048 if options.is_small else 16_384,
+    )
+    return PolicyLearner(
+        origin=Weights(uri=str(model)),
+        settings=LearnerSettings(optim=Optim(lr=lr), lora=lora or Lora(), compute=compute),
+    )
+
+
+def rows_of(options: argparse.Namespace, model: Path, *, count: int) -> list[RowSample]:
+    """Return rows of 100 to 900 random tokens, half of them trained; a tenth of that in the small form."""
+    draw, scale = random.Random(0), 10 if options.is_small else 1
+    vocabulary = AutoConfig.from_pretrained(model).vocab_size
+    lengths = [draw.randint(100, 900) // scale for _ in range(count)]
+    return [random_row(number, size, size // 2, vocabulary) for number, size in enumerate(lengths)]
+
+
+def batches(learner: PolicyLearner, rows: Sequence[RowSample], *, is_packed: bool) -> Iterator[Any]:
+    budget, total = learner.settings.compute.token_budget, float(sum(row.trained_tokens for row in rows))
+    weight, device = [1.0] * len(rows), learner.loaded.device
+    return micro_batches(rows, weight, token_budget=budget, device=device, total=total, is_packed=is_packed)
+
+
+@contextmanager
+def row_by_row() -> Iterator[None]:
+    """Inside the block, rows are packed, and attention is called for each of them."""
+    with patch.object(packing, "_varlen", lambda: None):
+        yield
+
+
+def attention(options: argparse.Namespace, model: Path, folder: Path) -> list[Figure]:
+    """Compare log-probabilities and gradients with those of padded rows in float32: ``|x - ref| / |ref|``."""
+    device, rows = device_of(options), rows_of(options, model, count=8)
+    exact = PolicyLearner(
+        origin=Weights(uri=str(model)),
+        settings=LearnerSettings(optim=Optim(lr=1e-6), compute=Compute(device=device.type, token_budget=4096)),
+    )
+    expected = values_and_slopes(exact, rows, is_packed=False)
+    del exact
+    learner = learner_of(options, model)
+    found: dict[str, tuple[float, float]] = {}
+    for name, is_packed in (("padded rows", False), ("one kernel", True)):
+        found[name] = errors(values_and_slopes(learner, rows, is_packed=is_packed), expected)
+    with row_by_row():
+        found["a call per row"] = errors(values_and_slopes(learner, rows, is_packed=True), expected)
+    return [
+        Figure(name=f"error of {what}, {name}", value=pair[number], unit="", better="lower")
+        for name, pair in found.items()
+        for number, what in enumerate(("log-probabilities", "gradients"))
+    ]
+
+
+def values_and_slopes(learner: PolicyLearner, rows: Sequence[RowSample], *, is_packed: bool) -> tuple[Any, Any]:
+    found: dict[int, Any] = {}
+    learner.loaded.model.zero_grad()
+    for batch in batches(learner, rows, is_packed=is_packed):
+        logp_M = batch.logprobs(learner.loaded.model)
+        (-batch.mean(batch.advantages_M * logp_M)).backward()
+        found |= batch.scatter(logp_M.detach())
+    slopes = [p.grad.float().flatten().cpu() for p in learner.loaded.model.parameters() if p.grad is not None]
+    learner.loaded.model.zero_grad()
+    return torch.cat([found[number] for number in range(len(rows))]), torch.cat(slopes)
+
+
+def errors(found: tuple[Any, Any], expected: tuple[Any, Any]) -> tuple[float, float]:
+    return tuple(float((own - ref).norm() / ref.norm()) for own, ref in zip(found, expected, strict=True))  # type: ignore[return-value]
+
+
+def update(learner: PolicyLearner, rows: Sequence[RowSample], *, is_packed: bool) -> float:
+    loss = 0.0
+    for batch in batches(learner, rows, is_packed=is_packed):
+        part = -batch.mean(batch.logprobs(learner.loaded.model))
+        part.backward()
+        loss += float(part.detach())
+    learner.apply({})
+    return loss
+
+
+def training(options: argparse.Namespace, model: Path, folder: Path) -> list[Figure]:
+    """Time updates of all weights in three ways, and compare the most memory with the forecast."""
+    device, rows = device_of(options), rows_of(options, model, count=8 if options.is_small else 128)
+    learner, tokens = learner_of(options, model), sum(len(row.ids) for row in rows)
+    figures: list[Figure] = []
+
+    def measure(name: str, *, is_packed: bool) -> None:
+        update(learner, rows[:4], is_packed=is_packed)
+        taken = min(seconds(lambda: update(learner, rows, is_packed=is_packed), device) for _ in range(2))
+        figures.append(
+            Figure(name=f"trained tokens of rows, {name}", value=tokens / taken, unit="1/s", better="higher")
+        )
+
+    measure("padded", is_packed=False)
+    with row_by_row():
+        measure("packed, a call per row", is_packed=True)
+    if not options.is_small:
+        torch.cuda.reset_peak_memory_stats()
+    measure("packed, one kernel", is_packed=True)
+    largest = [sum(batch.lengths) for batch in batches(learner, rows, is_packed=True)][0]
+    expected = memory_of(shape_of(model), training_of(learner), tokens=largest, trained=largest // 2).training
+    figures.append(Figure(name="memory of the trainer, forecast", value=expected / GIB, unit="GiB", better="lower"))
+    if not options.is_small:
+        most = torch.cuda.max_memory_allocated() / GIB
+        figures.append(Figure(name="memory of the trainer, at most", value=most, unit="GiB", better="lower"))
+    return figures
+
+
+def training_of(learner: PolicyLearner) -> Training:
+    return Training(dtype=learner.settings.compute.dtype, lora_rank=learner.settings.lora.rank)
+
+
+def shape_of(model: Path) -> ModelShape:
+    config: Any = AutoConfig.from_pretrained(model)
+    return ModelShape(
+        name="random",
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head=config.hidden_size // config.num_attention_heads,
+        feed_forward=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        is_tied=True,
+    )
+
+
+def quantized(options: argparse.Namespace, model: Path, folder: Path) -> list[Figure]:
+    """Train adapters by the same 50 updates on a base in 4 bits and on one as it is."""
+    figures: list[Figure] = []
+    rows = [from_tokens(str(n), [(n + 7 * place) % 200 for place in range(256)], [0, *[1] * 255]) for n in range(32)]
+    for is_quantized, name in ((False, "as it is"), (True, "in 4 bits")):
+        lora = Lora(rank=16, is_quantized=is_quantized)
+        learner = learner_of(options, model, lora=lora, lr=1e-3 if options.is_small else 1e-4)
+        if not options.is_small:
+            torch.cuda.reset_peak_memory_stats()
+        losses: list[float] = []
+        taken = seconds(
+            lambda: losses.extend(update(learner, rows, is_packed=True) for _ in range(5 if options.is_small else 50)),
+            learner.loaded.device,
+        )
+        figures += [
+            Figure(name=f"loss of adapters, base {name}", value=losses[-1], unit="nat", better="lower"),
+            Figure(
+                name=f"trained tokens, base {name}", value=len(losses) * 32 * 256 / taken, unit="1/s", better="higher"
+            ),
+            Figure(name=f"linear layers, base {name}", value=frozen_bytes(learner) / GIB, unit="GiB", better="lower"),
+        ]
+        if not options.is_small:
+            most = torch.cuda.max_memory_allocated() / GIB
+            figures.append(Figure(name=f"memory at most, base {name}", value=most, unit="GiB", better="lower"))
+    weights = learner.export(folder, step=1, keep=1)
+    base = load_model(weights.base_model, device=learner.loaded.device.type, dtype=learner.settings.compute.dtype)
+    adapted = open_adapter(base.model, weights.uri, settings=lora)
+    with torch.no_grad():
+        loss = sum(float(-batch.mean(batch.logprobs(adapted))) for batch in batches(learner, rows, is_packed=False))
+    name = "loss of the adapter in 4 bits, exported and opened on the base as it is"
+    return [*figures, Figure(name=name, value=loss, unit="nat", better="lower")]
+
+
+def frozen_bytes(learner: PolicyLearner) -> int:
+    """Return the bytes of the frozen linear layers, with what quantised ones need to compute their weights."""
+    layers: list[Any] = list(quantized_layers(learner.loaded.model).values())
+    if layers:
+        return sum(layer.weight.nbytes + layer.scale.nbytes for layer in layers)
+    named = learner.loaded.model.named_parameters()
+    return sum(p.nbytes for name, p in named if ".base_layer.weight" in name)
+
+
+def generation(options: argparse.Namespace, model: Path, folder: Path) -> list[Figure]:
+    """Let the policy's server and transformers write equally long answers to the same prompts."""
+    device, length = device_of(options), 8 if options.is_small else 128
+    counts = (1, 4) if options.is_small else (1, 32, 128)
+    dtype = torch.float32 if options.is_small else torch.bfloat16
+    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    policy = TorchPolicy(
+        name="lm", model=str(model), device=device.type, dtype=str(dtype).removeprefix("torch."), max_rows=max(counts)
+    )
+    served = asyncio.run(serve(policy, counts, length))
+    figures: list[Figure] = []
+    for count, rate in zip(counts, served, strict=True):
+        ids = torch.stack([torch.tensor(prompt_ids(tokenizer, n)) for n in range(count)]).to(device)
+        generate_plain(plain, ids, 4)
+        base = count * length / seconds(lambda: generate_plain(plain, ids, length), device)  # noqa: B023 - called at once
+        figures.append(
+            Figure(
+                name=f"generated tokens, {count} at once",
+                value=rate,
+                unit="1/s",
+                better="higher",
+                baseline=base,
+                baseline_name="transformers' generate",
+            )
+        )
+    return figures
+
+
+def question(number: int) -> str:
+    return f"{number:06d}: write something about this number, and do not stop before you are asked to."
+
+
+def prompt_ids(tokenizer: Any, number: int) -> list[int]:
+    messages = [{"role": "user", "content": question(number)}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def generate_plain(model: Any, ids: torch.Tensor, length: int) -> None:
+    lengths = {"max_new_tokens": length, "min_new_tokens": length}
+    with torch.inference_mode():
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, **lengths)
+
+
+async def serve(policy: TorchPolicy, counts: Sequence[int], length: int) -> list[float]:
+    """Return the tokens per second of each number of requests at once."""
+    await policy.start()
+    rates: list[float] = []
+    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=os.environ[POLICY_KEY_ENV], timeout=600) as client:
+
+        async def ask(number: int, tokens: int) -> None:
+            await client.chat.completions.create(
+                model="lm",
+                messages=[{"role": "user", "content": question(number)}],
+                max_tokens=tokens,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+                logprobs=True,
+            )
+
+        for count in counts:
+            await asyncio.gather(*(ask(10_000 + number, 4) for number in range(count)))
+            started = time.perf_counter()
+            await asyncio.gather(*(ask(number, length) for number in range(count)))
+            rates.append(count * length / (time.perf_counter() - started))
+    await policy.stop()
+    return rates
