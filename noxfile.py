@@ -724,6 +724,14 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu(session: nox.Session) -> None:
+    """Everything that only a GPU can show; without a GPU, the same in a small form. Arguments go to benchmarks.gpu."""
+    packages = ours(*LIGHT, "agl-algo-torch[lora]", "agl-langchain", "agl-rewards", "agl-vllm")
+    tools = environment(session, [*packages, TORCH, *TEST_TOOLS, *CLIENTS, "langgraph", "langchain-openai"])
+    tools.run(session, "python", "-m", "benchmarks.gpu", *session.posargs)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Long runs that the ordinary tests leave out; VERL's are ``nox -s verl-3.11 -- -m soak``."""
     stores = ("agl-store-postgres", "agl-store-redis")

@@ -98,10 +98,10 @@ def example(
 
 
 def widen(spec: Path) -> None:
-    """Give the first model of an example its width and heads on a GPU."""
+    """Give the models of an example the width and heads for a GPU."""
     lines = [line for line in spec.read_text(encoding="utf-8").splitlines() if not line.startswith(("models", "heads"))]
-    names = [("model",)] if "calc" in spec.parts else [("writer",), ("checker",)]
-    widths = ", ".join(f"{name} = {WIDTH}" for (name,) in names)
+    names = ["model"] if "calc" in spec.parts else ["writer", "checker"]
+    widths = ", ".join(f"{name} = {WIDTH}" for name in names)
     spec.write_text("\n".join([*lines, f"heads = {HEADS}", f"models = {{ {widths} }}", ""]), encoding="utf-8")
 
 

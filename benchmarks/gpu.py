@@ -4,8 +4,8 @@ Stages, in order; ``--only`` chooses some:
 
 - ``tests``: the tests that are marked ``gpu``;
 - ``attention``: errors of packed rows in bfloat16 against float32, next to those of padded rows;
-- ``training``: tokens per second of updates with padded rows, with a call of attention per row, and with one kernel for
-  all rows; the most memory, compared with the forecast;
+- ``training``: tokens per second of updates with padded and with packed rows; the most memory, compared with the
+  forecast;
 - ``quantized``: LoRA on a base in 4 bits, compared with one in bfloat16: memory, loss after the same updates, speed;
 - ``generation``: tokens per second of the policy's server, compared with transformers' `generate` on the same batch;
 - ``calc`` and ``sql``: the examples, `sft` and then `grpo`, with a model of random weights;
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 figures = STAGES[name](options, model, Path(folder) / name)
                 print(table(figures))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a stage that fails must not cost the others
                 failed.append(name)
                 print(f"{name} failed: {type(error).__name__}: {error}")
             print(f"[{name}: {time.perf_counter() - started:.0f} s]\n", flush=True)

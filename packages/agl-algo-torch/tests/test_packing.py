@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from agl.schemas import Weights
-from agl_algo_torch.learner import packing
 from agl_algo_torch.learner.batch import RowSample, from_tokens, micro_batches
 from agl_algo_torch.learner.critic import CriticLearner
 from agl_algo_torch.learner.model import add_lora, load_model
@@ -57,12 +56,10 @@ def rows(*lengths: int) -> list[RowSample]:
     return made
 
 
-def learn(
-    model: Any, samples: list[RowSample], *, is_packed: bool, device: torch.device = CPU
-) -> tuple[dict[int, Any], dict[str, Any]]:
+def learn(model: Any, samples: list[RowSample], *, is_packed: bool) -> tuple[dict[int, Any], dict[str, Any]]:
     """Return the log-probabilities of each row, and the gradient of their weighted sum."""
     model.zero_grad()
-    (batch,) = micro_batches(samples, [1.0] * len(samples), token_budget=10_000, device=device, is_packed=is_packed)
+    (batch,) = micro_batches(samples, [1.0] * len(samples), token_budget=10_000, device=CPU, is_packed=is_packed)
     logp_M = batch.logprobs(model)
     (torch.sin(batch.row_M + 1.0) * logp_M).sum().backward()
     slopes = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -125,6 +122,17 @@ def test_a_model_that_cannot_be_packed_says_so_and_pads(model: Callable[[], Any]
     assert torch.equal(before, made(input_ids=ids).logits)
 
 
+def test_a_master_in_half_precision_is_packed_although_products_round_by_the_number_of_rows(model_dir: Path) -> None:
+    model = load_model(str(model_dir), device="cpu", dtype="bfloat16", is_master=True).model
+
+    def round_like_a_gpu(layer: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * (1 + 2**-8) if inputs[0].shape[1] > 7 else output  # one bit of bfloat16
+
+    for layer in [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]:
+        layer.register_forward_hook(round_like_a_gpu)
+    assert pack(model) == ""
+
+
 def test_a_packed_model_gives_what_it_gave_in_other_passes_and_saves_no_trace(
     make_loaded: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -135,37 +143,6 @@ def test_a_packed_model_gives_what_it_gave_in_other_passes_and_saves_no_trace(
     assert torch.equal(before, model(input_ids=ids, attention_mask=attention).logits)
     model.save_pretrained(tmp_path)
     assert "agl" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("is_master", [False, True])
-def test_one_kernel_for_all_rows_is_as_exact_as_padded_rows(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, is_master: bool
-) -> None:
-    device, samples = torch.device("cuda"), rows(90, 1, 300, 2, 170, 64)
-    exact: Any = load_model(str(model_dir), device="cuda").model
-    model: Any = load_model(str(model_dir), device="cuda", dtype="bfloat16", is_master=is_master).model
-    calls: list[int] = []
-    kernel = packing._varlen()
-    assert kernel is not None
-    monkeypatch.setattr(
-        packing, "_varlen", lambda: lambda *given, **options: calls.append(1) or kernel(*given, **options)
-    )
-    expected = numbers_of(learn(exact, samples, is_packed=False, device=device))
-    padded = numbers_of(learn(model, samples, is_packed=False, device=device))
-    assert pack(model) == ""
-    calls.clear()
-    found = numbers_of(learn(model, samples, is_packed=True, device=device))
-    assert 2 == len(calls)  # one for each layer
-    for own, other, ref in zip(found, padded, expected, strict=True):
-        error, usual = ((values - ref).norm() / ref.norm() for values in (own, other))
-        assert float(error) <= 1.02 * float(usual) + 1e-4
-
-
-def numbers_of(learned: tuple[dict[int, Any], dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all log-probabilities, and all gradients, as one float64 tensor each on the CPU."""
-    return tuple(torch.cat([part[name].double().flatten().cpu() for name in sorted(part)]) for part in learned)  # type: ignore[return-value]
 
 
 def test_a_budget_of_packed_rows_counts_their_tokens_and_no_padding() -> None:

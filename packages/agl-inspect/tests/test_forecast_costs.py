@@ -273,3 +273,14 @@ def test_report_says_if_it_fits_and_that_nothing_was_measured(
     assert "not measured" in text
     assert "its shape is that of a usual one" in text
     assert max(map(len, lines)) <= 80
+
+
+def test_a_base_in_four_bits_takes_a_quarter_without_its_embedding_and_head() -> None:
+    model = llama()
+    whole, stored = (
+        memory_of(model, Training(lora_rank=32, is_quantized=is_quantized), tokens=1024, trained=256).weights
+        for is_quantized in (False, True)
+    )
+    tables = 2 * 2 * model.vocabulary * model.hidden
+    adapters = 4 * model.adapters(32)
+    assert stored - tables - adapters == pytest.approx(0.28125 * (whole - tables - adapters))

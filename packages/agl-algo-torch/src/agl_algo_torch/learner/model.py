@@ -134,6 +134,11 @@ def computing(model: nn.Module) -> Generator[None]:
         yield
 
 
+def computed_dtype(model: nn.Module) -> torch.dtype:
+    """Return the type in which the model computes inside `computing`: a master's `dtype`, or that of its weights."""
+    return getattr(model, _COMPUTED, None) or next(model.parameters()).dtype
+
+
 def _autocast(model: nn.Module) -> AbstractContextManager[None]:
     dtype = getattr(model, _COMPUTED, None)
     if dtype is None:

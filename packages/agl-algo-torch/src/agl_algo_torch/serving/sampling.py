@@ -13,6 +13,7 @@ B is the number of rows, V the size of the vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -75,9 +76,6 @@ def draw(logits_B_V: Tensor, params: Sequence[SamplingParams], *, uniforms: Sequ
     Raises FloatingPointError if the logits are not finite.
     """
     logits = logits_B_V.float()  # [B, V]; a sum over the vocabulary needs more than bfloat16's 8 bits
-    # The maximum over the vocabulary is NaN or +inf if any logit is; -inf alone is just a masked token.
-    if not bool(torch.isfinite(logits.amax(-1)).all()):
-        raise FloatingPointError("the model's logits are not finite; its weights have probably diverged")
     draws: dict[int, Draw] = {}
     # A call of the warpers has one temperature, top-k and top-p, so rows with equal parameters are drawn together.
     for rows in _by_shape(params):
@@ -107,9 +105,12 @@ def _draw_alike(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequ
     tokens = logits.argmax(-1) if first.is_greedy else _inverse(_probabilities(scaled, first), uniforms)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]  # [B], log p of the token that was drawn
     tops = _alternatives(logprobs, params)
-    return [
-        Draw(token, logprob, top) for token, logprob, top in zip(integers(tokens), numbers(chosen), tops, strict=True)
-    ]
+    # Both in one tensor, because a GPU finishes its queue before each transfer; a float64 holds every id exactly.
+    drawn = cast("list[list[float]]", numbers(torch.stack([tokens.double(), chosen.double()], dim=1)))
+    # A row with a logit of NaN or +inf has no finite log-probability; -inf alone is just a masked token.
+    if not all(math.isfinite(logprob) for _, logprob in drawn):
+        raise FloatingPointError("the model's logits are not finite; its weights have probably diverged")
+    return [Draw(int(token), logprob, top) for (token, logprob), top in zip(drawn, tops, strict=True)]
 
 
 def _probabilities(scaled: Tensor, params: SamplingParams) -> Tensor:
@@ -140,7 +141,8 @@ def _inverse(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
     wanted = torch.tensor(uniforms, dtype=torch.float64, device=probabilities.device)[:, None] * total
     # Below the total, or no token would exceed it. `right` passes over tokens of probability 0, which add nothing.
     wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, wanted, right=True)[:, 0]
+    first = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
+    return first.clamp(max=probabilities.shape[1] - 1)  # without finite probabilities it would be past the last token
 
 
 def _alternatives(logprobs: Tensor, params: Sequence[SamplingParams]) -> list[tuple[tuple[int, float], ...]]:

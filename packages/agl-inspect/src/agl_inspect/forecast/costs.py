@@ -148,6 +148,7 @@ class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         dtype: The data type in which passes compute.
         lora_rank: Rank of the adapters; 0 if all weights train.
+        is_quantized: Whether the frozen weights are stored in 4 bits.
         gradient_checkpointing: Whether layers are computed again in the backward pass.
         token_budget: Largest number of tokens of one pass; 0 for no limit.
         passes: Number of forward and backward passes over a step's rows.
@@ -160,6 +161,7 @@ class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     dtype: str = "bfloat16"
     lora_rank: int = 0
+    is_quantized: bool = False
     gradient_checkpointing: bool = False
     token_budget: int = 0
     passes: int = 1
@@ -184,6 +186,9 @@ _FLOAT32 = 16
 """Factor by which a GPU is slower in float32 than in bfloat16."""
 
 _COPIES = 4
+_QUANTIZED = 0.5 + 4 / 64
+"""Bytes of a weight in 4 bits, with its share of the float32 scale of 64 weights."""
+
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -279,9 +284,8 @@ def memory_of(
     """
     size = _BYTES.get(training.dtype, 4)
     tuned = model.adapters(training.lora_rank) if training.lora_rank else model.weights
-    frozen = model.weights if training.lora_rank else 0
     return Memory(
-        weights=training.models * (4.0 * tuned + size * frozen),
+        weights=training.models * (4.0 * tuned + frozen_bytes(model, training)),
         gradients=training.models * 4.0 * tuned,
         optimizer=training.models * 8.0 * tuned,
         reference=4.0 * tuned if training.has_reference else 0.0,
@@ -290,6 +294,15 @@ def memory_of(
         kv_cache=float(sum(contexts) * 2 * model.layers * model.keys * size),
         longest=tokens,
     )
+
+
+def frozen_bytes(model: ModelShape, training: Training) -> float:
+    """Return the bytes of the weights that adapters leave frozen; embedding and head are never quantised."""
+    if not training.lora_rank:
+        return 0.0
+    size = _BYTES.get(training.dtype, 4)
+    tables = model.vocabulary * model.hidden * (1 if model.is_tied else 2)
+    return size * tables + (_QUANTIZED if training.is_quantized else size) * (model.weights - tables)
 
 
 def _activations(model: ModelShape, training: Training, *, tokens: int, trained: int) -> float:

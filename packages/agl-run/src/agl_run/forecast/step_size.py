@@ -113,6 +113,7 @@ def training_of(plan: Plan, config: AlgorithmConfig) -> Training:
     return Training(
         dtype=str(parameter(factory, config.params, "compute.dtype") or Training().dtype),
         lora_rank=rank,
+        is_quantized=bool(parameter(factory, config.params, "lora.is_quantized")),
         gradient_checkpointing=bool(parameter(factory, config.params, "compute.gradient_checkpointing")),
         token_budget=_number(factory, config, "compute.token_budget"),
         passes=epochs,

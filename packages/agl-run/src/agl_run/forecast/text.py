@@ -244,7 +244,8 @@ def on_device(found: DeviceForecast) -> list[str]:
 
 def _setting(found: DeviceForecast) -> str:
     training = found.training
-    tuned = f"LoRA of rank {training.lora_rank}" if training.lora_rank else "all weights train"
+    base = " on a base in 4 bits" if training.is_quantized else ""
+    tuned = f"LoRA of rank {training.lora_rank}{base}" if training.lora_rank else "all weights train"
     kept = "with gradient checkpointing" if training.gradient_checkpointing else "without gradient checkpointing"
     supposed = "; its shape is that of a usual one" if found.model.is_supposed else ""
     return f"{tuned}, {training.dtype}, {kept}, passes of {found.memory.longest:,} tokens{supposed}"
