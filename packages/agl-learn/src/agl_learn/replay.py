@@ -64,7 +64,7 @@ class TrialReplayer:
         await self._record(name, old)
         new = {**old, **candidate.versions}
         arms = [old, new, old] if self._file.settings.gate.replay.control else [old, new]
-        async with trial(plan, record_as=name, progress=Quiet(), live=old) as driver:
+        async with trial(plan, record_as=name, progress=Quiet(), live=old, arms=[new]) as driver:
             collector = driver.collector(REGRESSION, None)
             for batch in batches(tasks):
                 rollouts = [_rollouts(driver, each.key, each.task, arms, turn=n) for n, each in enumerate(batch)]

@@ -1,7 +1,7 @@
 """Serves the OpenAI-compatible endpoints over engines: chat completions, completions, models and health.
 
-A request becomes one or more sequences of the engine of its model; their tokens come back through a queue. If the handler ends
-early, mostly because the client has disconnected, sequences that still run are cancelled.
+A request becomes one or more sequences of the engine of its model; their tokens come back through a queue. If the
+handler ends early, mostly because the client has disconnected, sequences that still run are cancelled.
 
 Answers name the model version: in the body (`model_version`, see `writers`), and in the header `x-agl-model-version`.
 The header has the version of the first token for a stream, and that of the last token for a whole answer.

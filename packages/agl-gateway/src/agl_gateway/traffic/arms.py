@@ -24,7 +24,6 @@ from agl_gateway.relay.routing import Router, UpstreamTarget
 from agl_gateway.wire.problems import Problem, store_away
 from agl_inspect.records.splits import HOSTED, SERVED, HostedVersions, Pins, decided, placement_of
 
-
 _FRESH_S = 0.5
 """Seconds for which a record of hosted versions is used again."""
 
