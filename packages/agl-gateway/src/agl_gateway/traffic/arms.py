@@ -24,7 +24,7 @@ from agl_gateway.relay.routing import Router, UpstreamTarget
 from agl_gateway.wire.problems import Problem, store_away
 from agl_inspect.records.splits import HOSTED, SERVED, HostedVersions, Pins, decided, placement_of
 
-_FRESH_S = 0.5
+FRESH_S = 0.5
 """Seconds for which a record of hosted versions is used again."""
 
 
@@ -153,9 +153,9 @@ class ArmRoutes:
 
     async def _hosted_versions(self, name: str, version: str) -> HostedVersions | None:
         """Return what the policy's host serves, ``None`` without a host; read again if ``version`` is missing."""
-        read_at, known = self._hosted.get(name, (-_FRESH_S, None))
+        read_at, known = self._hosted.get(name, (-FRESH_S, None))
         is_missing = known is not None and version not in known.models
-        if is_missing or time.monotonic() - read_at >= _FRESH_S:
+        if is_missing or time.monotonic() - read_at >= FRESH_S:
             known = await self._outage.unless(lambda: HOSTED.get(self._store, name), lambda: known)
             self._hosted[name] = time.monotonic(), known
         return known
