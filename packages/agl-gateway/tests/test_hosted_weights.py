@@ -69,9 +69,8 @@ async def test_call_of_a_served_arm_without_its_weights_ends_with_an_error(tmp_p
     async with serve(tmp_path, None, upstreams(host)) as gateway:
         await hosts(gateway, "w1")
         await switch(gateway.store, {"production": NEW})
-        with pytest.raises(openai.InternalServerError, match=r"no upstream serves main_llm@w2.*agl learn host") as error:
+        with pytest.raises(openai.InternalServerError, match=r"no upstream serves main_llm@w2.*agl learn host"):
             await gateway.ask(CLIENT, conversation="early")
-        assert 503 == error.value.status_code
         await hosts(gateway, "w1", "w2")
         assert ("production", "main_llm@w2") == await arm_and_text(gateway, "early")
         host.stop()
