@@ -36,8 +36,7 @@ async def run_learner(file: LearnerFile, *, say: Callable[[str], None], stopping
     settle_s = parse_duration(file.settings.settle)
     algorithms = file.config.algorithm
     await check_algorithms(file.plan(file.experiment(file.name, algorithms=algorithms), train=[], val=[]))
-    policy = await asyncio.to_thread(policy_of, file)
-    initial = {} if policy is None else {file.tuned_policy: policy.resource()}
+    initial = await asyncio.to_thread(_initial_weights, file)
     parts = Parts(
         traffic=await traffic_of(file),
         proposer=TrainerProposer(file),
@@ -77,6 +76,12 @@ async def _work(
             await _tick(learner, say=say, stopping=stopping, every_s=min(max(settle_s / 4, 0.2), SLOWEST_S))
         finally:
             await learner.stop()
+
+
+def _initial_weights(file: LearnerFile) -> dict[str, Resource]:
+    """Return the tuned policy's own weights by its name; raises as `policy_of`. The policy is not started."""
+    policy = policy_of(file)
+    return {} if policy is None else {file.tuned_policy: policy.resource()}
 
 
 async def _tick(learner: Learner, *, say: Callable[[str], None], stopping: asyncio.Event, every_s: float) -> None:
