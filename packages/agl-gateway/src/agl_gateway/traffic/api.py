@@ -16,7 +16,14 @@ from agl.errors import NotFoundError
 from agl.schemas import Reward, Rollout
 from agl_gateway.access.audit import Deed
 from agl_gateway.access.identity import Admission
-from agl_gateway.traffic.conversations import HEADER, Conversation, Conversations, conversation_id, user_of
+from agl_gateway.traffic.conversations import (
+    HEADER,
+    Conversation,
+    Conversations,
+    agent_of,
+    conversation_id,
+    user_of,
+)
 from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
 from agl_gateway.traffic.splits import Splitter, arm_of, split_report
 from agl_gateway.wire.problems import Problem
@@ -132,7 +139,7 @@ class SplitApi:
             raise Problem(
                 400, f"the caller is unknown; send an attempt's token, or the conversation's id in the header {HEADER}"
             )
-        caller = await self.conversations.open(conversation, user=user_of(request.headers))
+        caller = await self.conversations.open(conversation, user=user_of(request.headers), agent=agent_of(request.headers))
         return await self._rollout(caller.rollout_id), caller.headers()
 
     async def _rollout(self, rollout_id: str) -> Rollout:
