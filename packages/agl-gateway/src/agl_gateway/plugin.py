@@ -56,6 +56,6 @@ def agl_commands() -> Iterable[CommandEntry]:
     yield CommandEntry(
         name="variant",
         parent="resources",
-        factory="agl_gateway.cli.variants:variant",
+        factory="agl_gateway.cli.split:variant",
         summary="Give one user or one agent a version of its own.",
     )

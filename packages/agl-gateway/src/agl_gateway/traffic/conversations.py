@@ -134,9 +134,7 @@ class Conversations:
             self.forget(rollout_id)
 
     @asynccontextmanager
-    async def hold_open(
-        self, conversation: str, *, user: str = "", agent: str = ""
-    ) -> AsyncGenerator[Conversation]:
+    async def hold_open(self, conversation: str, *, user: str = "", agent: str = "") -> AsyncGenerator[Conversation]:
         """Open a conversation for a call; while the block runs, the conversation does not become idle."""
         rollout_id = rollout_id_of(conversation)
         self._in_flight[rollout_id] += 1

@@ -119,7 +119,7 @@ _OFFERED = ("tools", "response_format", "text")
 
 def key_of(dialect: Dialect, request: Json) -> bytes:
     """Return a key that is equal for requests of one dialect with the same conversation, tools and format."""
-    offered = [request.get(key) for key in _OFFERED] if isinstance(request, dict) else []
+    offered = [request.get(key) for key in _OFFERED] if _is_object(request) else []
     return to_json([dialect, asked(dialect, request), offered])
 
 
