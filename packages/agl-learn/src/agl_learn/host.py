@@ -1,4 +1,4 @@
-"""Serves the weights of a learner's policy: every version that the split or the candidate on its way names.
+"""Serves the weights of a learner's policy: every version that the split, a variant or the candidate names.
 
 All versions are served at one address, which the gateways know from their command line, each under a model name that
 the host records in the store. So gateways and the learner may be killed and started in any order. A host that starts
@@ -16,7 +16,7 @@ from contextlib import suppress
 from agl.contracts import POLICY_KEY_ENV, VersionedPolicy
 from agl.errors import AglError, ConfigError, PolicyError, StoreError
 from agl.schemas import ResourceVersion
-from agl_inspect.records.splits import HOSTED, SERVED, HostedVersions
+from agl_inspect.records.splits import HOSTED, SERVED, VARIANTS, HostedVersions
 from agl_learn.settings import LearnerFile
 from agl_run.engine import policy_params
 
@@ -104,10 +104,11 @@ class Host:
         await self._save(HostedVersions(models=models, problems=problems))
 
     async def _wanted(self) -> set[str]:
-        """Return the versions of the split's arms and of the candidate on its way."""
+        """Return the versions of the split's arms, of users and agents, and of the candidate on its way."""
         records, store = self._file.records, self._file.store
         split, state = await SERVED.get(store), await records.state.get(store)
         arms = [*split.versions.values()] if split is not None else []
+        arms += [each.versions for each in (await VARIANTS.read(store)).values()]
         current = await records.candidates.get(store, state.current) if state is not None and state.current else None
         arms += [current.versions] if current is not None else []
         return {versions[self._name] for versions in arms if self._name in versions}

@@ -9,6 +9,7 @@ store. It unloads a version whose arm has ended. Conversations that began in tha
 arm with the largest share, and are recorded with it. The same holds for calls without a version.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from agl_inspect.records.splits import HOSTED, SERVED, HostedVersions, Pins, dec
 
 FRESH_S = 0.5
 """Seconds for which a record of hosted versions is used again."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,7 @@ class ArmRoutes:
         self._pinned: Recent[str, _RolloutPins] = Recent(10_000)
         self._resources: dict[tuple[str, str], Resource] = {}
         self._hosted: dict[str, tuple[float, HostedVersions | None]] = {}
+        self._missed: set[tuple[str, str]] = set()
 
     async def route(self, target: UpstreamTarget, rollout_id: str) -> CallRoute:
         """Return the destination of a call whose model name selects ``target``.
@@ -114,6 +118,9 @@ class ArmRoutes:
             return CallRoute(target=found[0], model=found[1], version=version, arm=pinned.arm)
         if name in pinned.chosen:
             raise Problem(503, _unserved_message(name, version), code="version_not_served")
+        if (name, version) not in self._missed:
+            self._missed.add((name, version))
+            _log.warning("%s, which is pinned, gets another: %s", pinned.arm, _unserved_message(name, version))
         return CallRoute(target=target, arm=pinned.arm)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
