@@ -1,4 +1,4 @@
-"""The parts of ``benchmarks.gpu`` that are programs of their own: the tests marked ``gpu``, and two examples."""
+"""The parts of ``benchmarks.gpu`` that are programs of their own: tests, measures of the trainer, and two examples."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks._harness import Figure
@@ -17,7 +18,8 @@ WIDTH, HEADS, STEPS = 2304, 18, 12
 
 def call(*words: str, folder: Path) -> str:
     """Run a program and return what it printed; raises RuntimeError with the end of it when it fails."""
-    variables = os.environ | {"TOKENIZERS_PARALLELISM": "0"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = os.environ | {"TOKENIZERS_PARALLELISM": "0", "PYTHONPATH": paths}
     ended = subprocess.run(words, cwd=folder, check=False, text=True, env=variables, capture_output=True, timeout=300)
     if ended.returncode:
         raise RuntimeError(f"{' '.join(words)}: {(ended.stdout + ended.stderr)[-3000:]}")
@@ -31,6 +33,17 @@ def marked_tests(options: argparse.Namespace, model: Path, folder: Path) -> list
         call(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *tests, folder=ROOT)[-2000:]
     )
     return []
+
+
+def measured(stage: str) -> Callable[[argparse.Namespace, Path, Path], list[Figure]]:
+    """Return the stage that measures the trainer from inside, next to its tests."""
+    program = ROOT / "packages" / "agl-algo-torch" / "tests" / "gpu_measures.py"
+
+    def run(options: argparse.Namespace, model: Path, folder: Path) -> list[Figure]:
+        print(call(sys.executable, str(program), stage, str(model), str(folder), folder=ROOT))
+        return []
+
+    return run
 
 
 def calc(options: argparse.Namespace, model: Path, folder: Path) -> list[Figure]:

@@ -32,7 +32,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks import _gpu_examples, _gpu_torch, _gpu_vllm
+from benchmarks import _gpu_examples, _gpu_generation, _gpu_vllm
 from benchmarks._harness import Figure, table
 
 SIZES = {
@@ -49,10 +49,8 @@ TEMPLATE = (
 Stage = Callable[[argparse.Namespace, Path, Path], list[Figure]]
 STAGES: dict[str, Stage] = {
     "tests": _gpu_examples.marked_tests,
-    "attention": _gpu_torch.attention,
-    "training": _gpu_torch.training,
-    "quantized": _gpu_torch.quantized,
-    "generation": _gpu_torch.generation,
+    **{name: _gpu_examples.measured(name) for name in ("attention", "training", "quantized")},
+    "generation": _gpu_generation.generation,
     "calc": _gpu_examples.calc,
     "sql": _gpu_examples.sql,
     "vllm": _gpu_vllm.routes,
@@ -69,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.only:
             started = time.perf_counter()
             try:
-                figures = STAGES[name](options, model, Path(folder) / name)
-                print(table(figures))
+                if figures := STAGES[name](options, model, Path(folder) / name):
+                    print(table(figures))
             except Exception as error:  # noqa: BLE001 - a stage that fails must not cost the others
                 failed.append(name)
                 print(f"{name} failed: {type(error).__name__}: {error}")

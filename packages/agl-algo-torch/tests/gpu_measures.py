@@ -1,30 +1,29 @@
-"""The parts of ``benchmarks.gpu`` inside torch: packed rows, updates, a base in 4 bits, and generation."""
+"""Measures the trainer for `benchmarks.gpu`, which starts this program: packed rows, updates, and a base in 4 bits.
+
+It lives here because it looks inside the trainer, as tests do.
+"""
 
 import argparse
-import asyncio
-import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import openai
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig
 
-from agl.contracts import POLICY_KEY_ENV
 from agl.schemas import Weights
 from agl_algo_torch.learner.batch import RowSample, from_tokens, micro_batches
 from agl_algo_torch.learner.model import load_model, open_adapter
 from agl_algo_torch.learner.packing import packs_rows
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, random_row
 from agl_algo_torch.learner.quantized import quantized_layers
-from agl_algo_torch.serving.policy import TorchPolicy
 from agl_inspect.forecast.costs import Training, memory_of
 from agl_inspect.forecast.models import ModelShape
 from agl_objectives.settings import Compute, Lora, Optim
-from benchmarks._harness import Figure
+from benchmarks._harness import Figure, table
 
 GIB = 2**30
 
@@ -203,69 +202,9 @@ def frozen_bytes(learner: PolicyLearner) -> int:
     return sum(p.nbytes for name, p in named if ".base_layer.weight" in name)
 
 
-def generation(options: argparse.Namespace, model: Path, folder: Path) -> list[Figure]:
-    """Let the policy's server and transformers write equally long answers to the same prompts."""
-    device, length = device_of(options), 8 if options.is_small else 128
-    counts = (1, 4) if options.is_small else (1, 32, 128)
-    dtype = torch.float32 if options.is_small else torch.bfloat16
-    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    policy = TorchPolicy(
-        name="lm", model=str(model), device=device.type, dtype=str(dtype).removeprefix("torch."), max_rows=max(counts)
-    )
-    served = asyncio.run(serve(policy, counts, length))
-    figures: list[Figure] = []
-    for count, rate in zip(counts, served, strict=True):
-        ids = torch.stack([torch.tensor(prompt_ids(tokenizer, n)) for n in range(count)]).to(device)
-        generate_plain(plain, ids, 4)
-        base = count * length / seconds(lambda: generate_plain(plain, ids, length), device)  # noqa: B023 - called at once
-        figures.append(
-            Figure(
-                name=f"generated tokens, {count} at once",
-                value=rate,
-                unit="1/s",
-                better="higher",
-                baseline=base,
-                baseline_name="transformers' generate",
-            )
-        )
-    return figures
+STAGES = {"attention": attention, "training": training, "quantized": quantized}
 
-
-def question(number: int) -> str:
-    return f"{number:06d}: write something about this number, and do not stop before you are asked to."
-
-
-def prompt_ids(tokenizer: Any, number: int) -> list[int]:
-    messages = [{"role": "user", "content": question(number)}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-
-def generate_plain(model: Any, ids: torch.Tensor, length: int) -> None:
-    lengths = {"max_new_tokens": length, "min_new_tokens": length}
-    with torch.inference_mode():
-        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, **lengths)
-
-
-async def serve(policy: TorchPolicy, counts: Sequence[int], length: int) -> list[float]:
-    """Return the tokens per second of each number of requests at once."""
-    await policy.start()
-    rates: list[float] = []
-    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=os.environ[POLICY_KEY_ENV], timeout=600) as client:
-
-        async def ask(number: int, tokens: int) -> None:
-            await client.chat.completions.create(
-                model="lm",
-                messages=[{"role": "user", "content": question(number)}],
-                max_tokens=tokens,
-                extra_body={"ignore_eos": True, "return_token_ids": True},
-                logprobs=True,
-            )
-
-        for count in counts:
-            await asyncio.gather(*(ask(10_000 + number, 4) for number in range(count)))
-            started = time.perf_counter()
-            await asyncio.gather(*(ask(number, length) for number in range(count)))
-            rates.append(count * length / (time.perf_counter() - started))
-    await policy.stop()
-    return rates
+if __name__ == "__main__":
+    stage, made, work = sys.argv[1:]
+    given = argparse.Namespace(is_small=not torch.cuda.is_available())
+    print(table(STAGES[stage](given, Path(made), Path(work))))
