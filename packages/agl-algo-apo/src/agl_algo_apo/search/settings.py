@@ -126,7 +126,6 @@ class SearchSettings(Settings, frozen=True, kw_only=True):
     val_batch_size: Count = 8
     parents: Parents = PARENTS
     patience: Count = 10
-    delete_every: Whole = 6
     demonstrations: Examples = EXAMPLES
     scoring: Scoring = SCORING
     publish: Publish = "improvement"
