@@ -16,7 +16,7 @@ ORDERS = st.lists(
     st.one_of(
         st.tuples(st.just("rollouts"), st.integers(0, 40), st.just(0), st.just(0.0)),
         st.tuples(st.just("call"), st.integers(0, 3000), st.integers(1, 3000), st.floats(0, 1)),
-        st.tuples(st.just("keep"), st.just(0), st.just(0), st.just(0.0)),
+        st.tuples(st.just("release"), st.just(0), st.just(0), st.just(0.0)),
     ),
     max_size=40,
 )
@@ -38,8 +38,8 @@ def test_no_order_of_spending_exceeds_a_limit(orders: Any, kept: int, **limits: 
             if kind == "rollouts":
                 budget.take_rollouts(first)
                 started += first
-            elif kind == "keep":
-                budget.keep(0)
+            elif kind == "release":
+                budget.release()
             else:
                 paid = budget.take_call(max_input=first, max_output=second)
                 budget.settle_call(paid, input_tokens=int(first * share), output_tokens=int(second * share))
@@ -51,12 +51,12 @@ def test_no_order_of_spending_exceeds_a_limit(orders: Any, kept: int, **limits: 
         assert limit is None or getattr(spent, name) <= limit + 1e-6
 
 
-def test_rollouts_that_are_held_back_can_be_used_once_none_are_kept() -> None:
+def test_rollouts_that_are_held_back_can_be_used_after_the_release() -> None:
     budget = Budget(BudgetLimits(rollouts=10), kept=4)
     budget.take_rollouts(6)
     with pytest.raises(BudgetExhaustedError, match="rollouts needed: 1, and left in the budget: 0"):
         budget.take_rollouts(1)
-    budget.keep(0)
+    budget.release()
     budget.take_rollouts(4)
     assert 10 == budget.spent.rollouts
 

@@ -195,7 +195,7 @@ def test_demonstration_that_holds_a_validation_task_is_refused(said: str, answer
 def test_demonstrations_teach_what_no_feedback_says(optimize: Optimize) -> None:
     world = demonstrable(2)
     without, run = (optimize(world, budget=700, demonstrations={"most": n}, folder=f"run{n}", seed=2) for n in (0, 4))
-    assert world.gap_closed(without.best) < 0.6
+    assert world.gap_closed(without.best) < 0.7
     assert world.gap_closed(run.best) > 0.85
     assert not [row for row in without.lineage if row.get("demonstrations") or HEADING in row["texts"]["clerk_prompt"]]
     assert HEADING in run.best["clerk_prompt"]

@@ -25,9 +25,9 @@ Deviations from ProTeGi, and why:
   if no child did better and this one did no harm: with an all-or-nothing reward, single changes rarely show a gain,
   and several together may.
 - The best candidate is measured again if nothing beats it for long: the rewards that made it the best one flatter it.
-- Every change has to earn its place: at the end each new line of the best candidate is removed alone, and stays out
-  unless that loses something on validation tasks. This removes lines that a merge carried along, and lines that only
-  help on training tasks.  (`deletion.py`)
+- Every change has to earn its place: if nothing beats the best candidate for long, and at the end, each of its new
+  lines is removed alone, and stays out unless that loses something on validation tasks. This removes lines that a merge
+  carried along, and lines that only help on training tasks.  (`deletion.py`)
 - If ``demonstrations`` allows it, every third step draws examples from recorded good runs of training tasks instead of
   asking critics, as MIPROv2 does (`demonstrator.py`). Its children pass the static checks, a trial on failures of
   the parent that none of them shows, and the race; each example that wins has to earn its place like a line.
@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from agl_algo_apo.acceptance.contest import contest, note_check, race
-from agl_algo_apo.acceptance.deletion import prune, rollouts_needed
+from agl_algo_apo.acceptance.deletion import prune
 from agl_algo_apo.measurement.evaluation import MeasureJob
 from agl_algo_apo.measurement.journal import CheckReport
 from agl_algo_apo.proposals.critics import Assignment, Critics
@@ -143,9 +143,6 @@ class APO(PromptSearch):
 
     async def improve(self, step: int) -> None:
         """Take one step, as the module's docstring describes it."""
-        # No more than a fifth of the budget is kept for the pruning at the end, because the text has to come first.
-        pruning = min(rollouts_needed(self), (self.plan.limits.rollouts or 0) // 5)
-        self.budget.keep(self.plan.final + self.plan.after + pruning)
         # After every third step without an improvement: p may have been lucky in m(p, D), or hold lines that do harm.
         if self.progress.stale and self.progress.stale % DOUBT_EVERY == 0:
             await self._remeasure_best(step)
@@ -220,7 +217,7 @@ class APO(PromptSearch):
                 progress.best = other.id
 
     def _parent(self, step: int) -> PromptCandidate:
-        # n and N of `ucb`: how often each candidate was a parent.
+        # How often each candidate was a parent.
         children = Counter(parent for candidate in self.lineage.all() for parent in candidate.parents)
         scores = self.evaluator.scores
         return select_parent(

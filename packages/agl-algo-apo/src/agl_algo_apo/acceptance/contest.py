@@ -196,8 +196,7 @@ def _verdict_on(values: Sequence[float], *, is_last: bool, may_tie: bool) -> Ver
     verdict = Verdict(has_won=False, difference=fmean(values) if values else 0.0, n=len(values), evidence=gate.evidence)
     # Equal on every task so far: more tasks rarely change that, and each costs a rollout. If a tie is enough the race
     # continues, because a tie has to hold on all tasks.
-    doubt = CLEAR if may_tie and not is_last else DOUBT
-    is_lost = gate.evidence_of_harm >= doubt or not (largest or may_tie)
+    is_lost = gate.evidence_of_harm >= DOUBT or not (largest or may_tie)
     if is_lost or not values:  # nothing was measured for both, so nothing speaks for it
         return verdict
     if is_last:

@@ -4,9 +4,8 @@ A change is a line that was added, or a group of lines that replaced others; a t
 The text without the change races against the best candidate, and a tie is enough to win: lines that a merge carried
 along, or that fit only training tasks, bring nothing on tasks that their author did not see.
 
-It waits until the search is stuck, because a race without a useless line takes all validation tasks, which a text that
-still improves has better uses for. The budget keeps rollouts for the end (`rollouts_needed`). A change whose absence
-did harm has earned its place, and is not tried again.
+It waits until the search is stuck, because a race without a useless line takes all validation tasks, for which a search
+that still finds better texts has more use. A change whose absence did harm has earned its place; it is not tried again.
 """
 
 import difflib
@@ -58,14 +57,8 @@ def _parts(pattern: str, text: str) -> list[str]:
     return [text[start:stop] for start, stop in pairwise(cuts) if start < stop]
 
 
-def rollouts_needed(search: SearchTools) -> int:
-    """Return about how many rollouts :func:`prune` would take now."""
-    # A race without a useful change ends on the first slices, one without a useless change takes all tasks.
-    return len(_unproven(search)) * len(search.order) // 2
-
-
 async def prune(search: SearchTools, step: int) -> None:
-    """Race the best candidate without each unproven change, one after another; what is won stays if the budget ends."""
+    """Race the best candidate without each unproven change, one after another; a win stays if the budget ends."""
     first = search.lineage[search.progress.seed].texts
     for number, (name, key) in enumerate(_unproven(search)):
         best = search.best
@@ -75,7 +68,10 @@ async def prune(search: SearchTools, step: int) -> None:
         child = await search.screen(shorter, best)
         if child is None:  # the rest breaks a rule, or the best candidate has already beaten it
             continue
-        if not await contest(search, [child], best, step=step, purpose=f"prune{number}", may_tie=True):
+        won = await contest(search, [child], best, step=step, purpose=f"prune{number}", may_tie=True)
+        if not search.evaluator.scores.rewards(child.id, "val"):  # infrastructure broke all of it
+            return
+        if not won:
             search.progress.proven.setdefault(name, []).append(key)
 
 

@@ -95,7 +95,7 @@ class Budget:
     Args:
         limits: The ceilings.
         spent: The amounts spent so far, from a saved state.
-        kept: Rollouts held back for the end, until :meth:`keep` changes it.
+        kept: Rollouts held back for the end, until :meth:`release`.
     """
 
     def __init__(self, limits: BudgetLimits, *, spent: Spent | None = None, kept: int = 0) -> None:
@@ -108,9 +108,9 @@ class Budget:
         """The amounts spent, open reservations included."""
         return self._spent
 
-    def keep(self, rollouts: int) -> None:
-        """Hold back this many rollouts from now on, and make the rest of those held back so far available."""
-        self._kept = rollouts
+    def release(self, *, keeping: int = 0) -> None:
+        """Make the rollouts that were held back available, except for ``keeping`` rollouts."""
+        self._kept = keeping
 
     def rollouts_left(self) -> int | None:
         """Return the number of rollouts that may still be started now; ``None`` without a limit."""

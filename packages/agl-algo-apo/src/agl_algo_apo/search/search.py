@@ -327,13 +327,11 @@ class PromptSearch(SearchTools):
         """Measure the winner and the first prompt on the final tasks, and keep the winner unless it does worse."""
         # Scores from before other algorithms' turns must not influence the choice.
         await self._refresh(step)
-        self.budget.keep(self.plan.final + self.plan.after)
-        proof = partial(prove, self, is_last=True)
-        for part in (proof, self.tidy, proof):
+        for part in (self.tidy, partial(prove, self, is_last=True)):
             with suppress(BudgetExhaustedError):  # it goes as far as the search's own part of the budget
                 await part(step)
         # The trainer's last validation stays reserved.
-        self.budget.keep(self.plan.after)  # the rest was held back for this
+        self.budget.release(keeping=self.plan.after)  # the rest was held back for this
         # The winner's curse: E[max_i X_i] >= max_i E[X_i], so the largest of several noisy means is above its
         # expectation, and the rewards that chose the best candidate flatter it. Rollouts that have chosen nothing are
         # unbiased.
@@ -341,7 +339,7 @@ class PromptSearch(SearchTools):
         if self.result is not None:
             self.progress.best = self.progress.winner = self.result.winner
             self._note_final(self.result, step)
-        self.budget.keep(0)
+        self.budget.release()
         self.budget.take_rollouts(self.plan.after)  # the trainer runs them when this step is done
 
     def _note_final(self, result: Result, step: int) -> None:
