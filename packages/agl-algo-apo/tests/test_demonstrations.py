@@ -213,8 +213,8 @@ def test_demonstrations_teach_what_no_feedback_says(optimize: Optimize) -> None:
         assert ["static checks", "trial on failures of its parent"] == [check["name"] for check in checks[:2]]
         if row["status"] == "pool":
             assert any("race" in c["name"] and c["has_passed"] and c["gain"]["mean"] > 0 for c in checks)
-    reasons = [row["reason"] for row in run.lineage if row.get("operator") == "delete"]
-    assert any(reason.startswith("without 'the demonstration from orders-1-apo-") for reason in reasons)
+    deleted = [row["critique"] for row in run.lineage if row.get("operator") == "delete"]
+    assert any(words.startswith("without 'the demonstration from orders-1-apo-") for words in deleted)
 
 
 def test_editor_neither_sees_nor_loses_demonstrations(optimize: Optimize) -> None:

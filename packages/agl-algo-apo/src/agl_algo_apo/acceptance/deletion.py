@@ -64,7 +64,8 @@ async def prune(search: SearchTools, step: int) -> None:
         best = search.best
         texts = {**best.instructions, name: without(first[name], best.instructions[name], key)}
         shown = without_demonstrations(best.demonstrations, {name: (key,)})
-        shorter = search.proposal([best], texts, step=step, operator="delete", demonstrations=shown)
+        words = f"without {key!r}"
+        shorter = search.proposal([best], texts, step=step, operator="delete", critique=words, demonstrations=shown)
         child = await search.screen(shorter, best)
         if child is None:  # the rest breaks a rule, or the best candidate has already beaten it
             continue
