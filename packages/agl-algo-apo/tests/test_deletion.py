@@ -116,6 +116,11 @@ def test_every_line_that_a_winner_keeps_lost_something_when_it_was_taken_out(opt
     assert all(line in run.best["clerk_prompt"] for line in useful)
 
 
+def test_search_that_still_improves_tests_no_line_before_its_end(optimize: Optimize) -> None:
+    run = optimize(budget=200)
+    assert {run.progress["step"]} == {row["step"] for row in run.lineage if row.get("operator") == "delete"}
+
+
 def test_test_tasks_take_no_part_in_the_search(optimize: Optimize) -> None:
     run = optimize(budget=300, validation_limit=0)
     ran: dict[bool, set[str]] = {True: set(), False: set()}
