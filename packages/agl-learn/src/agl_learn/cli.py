@@ -28,7 +28,7 @@ from agl_inspect.records.learning import (
     ServedUnit,
     learners,
 )
-from agl_inspect.records.splits import SERVED, ServedSplit
+from agl_inspect.records.splits import SERVED, VARIANTS, ServedSplit, Variant
 from agl_inspect.stores import MEMORY, build_store, located
 from agl_inspect.terminal.opening import Reading, pass_manager, reads_store
 from agl_inspect.terminal.output import echo, print_table, when
@@ -116,6 +116,7 @@ class Story(Record, frozen=True, kw_only=True, omit_defaults=False):
     state: LearnerState
     control: LearnerControl
     split: ServedSplit | None
+    variants: dict[str, Variant]
     candidates: list[LearningCandidate]
     decisions: list[Decision]
     progress: dict[str, str]
@@ -131,6 +132,7 @@ async def read_story(store: Store, name: str | None) -> Story:
         state=await records.state.get(store) or LearnerState(),
         control=await records.control.get(store) or LearnerControl(),
         split=await SERVED.get(store),
+        variants=await VARIANTS.read(store),
         candidates=sorted(candidates.values(), key=lambda each: each.number),
         decisions=sorted((await records.decisions.read(store)).values(), key=lambda each: each.at),
         progress={each.id: await _progress(store, records, each) for each in running},
@@ -176,6 +178,8 @@ def _status_lines(story: Story) -> Iterator[str]:
     if story.split is not None:
         for arm, share in story.split.shares.items():
             yield f"  {share:.0%} {arm}: {_named(story.split.versions[arm])}"
+    for whose, own in story.variants.items():
+        yield f"  {short(whose)}: {_named(own.versions)}"
     for each in story.candidates:
         if each.stage not in FINAL:
             yield f"{each.id} ({_named(each.versions)}) {each.stage}: {each.moves[-1].reason}"

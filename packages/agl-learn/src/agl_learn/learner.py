@@ -222,6 +222,7 @@ class Learner:
             return
         found = self.state.open.get(unit)
         if found is None or found.candidate != way.candidate.id:
+            self.state.open.pop(unit, None)  # units stay in the order in which they began
             found = self._opened(unit, conversation, way.candidate)
         if found.is_new != serves(conversation, way.candidate.versions):
             return  # the unit changed its arm when the share grew, and only its first arm counts
@@ -232,7 +233,8 @@ class Learner:
             guards=guards,
             rollouts=[*found.rollouts, conversation.rollout_id],
         )
-        self._set(replace(self.state, open={**self.state.open, unit: added}))
+        self.state.open[unit] = added
+        self._set(self.state)
 
     def _look_for_fall(self, conversation: Conversation) -> None:
         """Notice that the rewards of the served versions have fallen."""
@@ -272,9 +274,9 @@ class Learner:
 
     def _close_units(self, until: float) -> None:
         """Count the units whose window has ended: a unit enters once, with the means of its window."""
-        over = [unit for unit, found in self.state.open.items() if found.at + self._settle_s <= until]
-        for unit in over:
-            found = self.state.open[unit]
+        while self.state.open and next(iter(self.state.open.values())).at + self._settle_s <= until:
+            found = self.state.open.pop(next(iter(self.state.open)))
+            self._set(self.state)
             n = len(found.rollouts)
             means = replace(
                 found, reward=found.reward / n, guards={name: total / n for name, total in found.guards.items()}
@@ -283,8 +285,6 @@ class Learner:
             if way is not None:
                 number = way.add_unit(means)
                 self._unsaved |= self.records.units(found.candidate).states({entry_name(number): means})
-        if over:
-            self._set(replace(self.state, open={u: f for u, f in self.state.open.items() if u not in over}))
 
     # Candidates that are served
 

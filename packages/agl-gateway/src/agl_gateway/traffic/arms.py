@@ -5,6 +5,7 @@ follows the change feed. Addresses and keys come only from the command line: a r
 a model, and can only select among the configured addresses.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from agl_gateway.record.outage import Outage
 from agl_gateway.relay.routing import Router, UpstreamTarget
 from agl_gateway.wire.problems import Problem, store_away
 from agl_inspect.records.splits import Pins, decided, placement_of
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,7 @@ class ArmRoutes:
         self._targets = list(router.targets.values())
         self._pinned: Recent[str, _RolloutPins] = Recent(10_000)
         self._resources: dict[tuple[str, str], Resource] = {}
+        self._missed: set[tuple[str, str]] = set()
 
     async def route(self, target: UpstreamTarget, rollout_id: str) -> CallRoute:
         """Return the destination of a call whose model name selects ``target``.
@@ -105,6 +109,9 @@ class ArmRoutes:
             return CallRoute(target=found[0], model=found[1], version=version, arm=pinned.arm)
         if name in pinned.chosen:
             raise Problem(503, _unserved_message(name, version), code="version_not_served")
+        if (name, version) not in self._missed:
+            self._missed.add((name, version))
+            _log.warning("%s, which is pinned, gets another: %s", pinned.arm, _unserved_message(name, version))
         return CallRoute(target=target, arm=pinned.arm)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
