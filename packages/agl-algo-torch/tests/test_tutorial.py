@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parents[3] / "docs"
 
 _spec = importlib.util.spec_from_file_location("agl_docs_runner", DOCS / "tests" / "conftest.py")
@@ -16,5 +18,6 @@ _spec.loader.exec_module(_runner)
 run_page = _runner.run_page
 
 
+@pytest.mark.long  # it starts a process for each command, and most of them import torch
 def test_page_runs(run_page: Callable[[Path], None]) -> None:
     run_page(DOCS / "tutorial" / "weights.md")
