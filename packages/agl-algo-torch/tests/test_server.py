@@ -190,7 +190,7 @@ def test_metrics_have_the_numbers_of_sequences_that_run_and_wait(serve: Serve) -
         ):
             return await got.text()
 
-    assert "agl:num_requests_running 0\nagl:num_requests_waiting 0\n" == asyncio.run(metrics())
+    assert "policy:num_requests_running 0\npolicy:num_requests_waiting 0\n" == asyncio.run(metrics())
 
 
 BAD: list[tuple[dict[str, Any], int, str, str | None]] = [

@@ -153,7 +153,7 @@ class PolicyServer:
     async def _metrics(self, _request: web.Request) -> web.Response:
         """Answer with the numbers that vLLM's servers give under these names, in Prometheus' text format."""
         state = self._engine.snapshot()
-        lines = [f"agl:num_requests_{name} {state[name]}\n" for name in ("running", "waiting")]
+        lines = [f"policy:num_requests_{name} {state[name]}\n" for name in ("running", "waiting")]
         return web.Response(text="".join(lines))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:

@@ -131,7 +131,9 @@ async def adapt(slots: Slots, upstreams: Sequence[Upstream], *, changed: Callabl
     """
     limit = Limit(slots.count)
     slots.count = limit.count
-    servers = [(url, upstream.api_key_env) for upstream in upstreams for url in (upstream.base_url, *upstream.replicas)]
+    servers: list[tuple[str, str]] = []
+    for upstream in upstreams:
+        servers += [(url, upstream.api_key_env) for url in (upstream.base_url, *upstream.replicas)]
     async with httpx.AsyncClient(timeout=ANSWER_S) as client:
         while servers:
             texts = await asyncio.gather(*(_metrics(client, url, key_env=key) for url, key in servers))
@@ -152,5 +154,7 @@ async def _metrics(client: httpx.AsyncClient, base_url: str, *, key_env: str) ->
     try:
         answer = await client.get(base_url.rstrip("/").removesuffix("/v1") + "/metrics", headers=headers)
     except httpx.HTTPError:
+        return ""
+    if answer.is_server_error:  # it starts, or sleeps
         return ""
     return answer.text if answer.is_success and any(name in answer.text for name in _WAITING) else None
