@@ -74,7 +74,7 @@ class TrialReplayer:
         new = {**old, **candidate.versions}
         arms = [old, new, old] if self._file.settings.gate.replay.control else [old, new]
         is_shared = await self._changes_only_prompts(candidate)
-        async with trial(plan, record_as=name, progress=Quiet(), live=old) as driver:
+        async with trial(plan, record_as=name, progress=Quiet(), live=old, arms=[new]) as driver:
             collector = driver.collector(REGRESSION, None)
             for batch in batches(tasks):
                 pairs = [_rollouts(driver, each, arms, is_shared=is_shared) for each in batch]

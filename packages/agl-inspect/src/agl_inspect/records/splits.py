@@ -112,6 +112,22 @@ SERVED = Shelf(ServedSplit, "split/served/")
 """The shelf of the split that gateways serve; a single record."""
 
 
+class HostedVersions(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The versions of a policy that `agl learn host` serves.
+
+    Attributes:
+        models: By version, the name of the model to request from the policy's upstream.
+        problems: By version, the reason why the version cannot be served.
+    """
+
+    models: dict[str, str]
+    problems: dict[str, str] = {}
+
+
+HOSTED = Shelf(HostedVersions, "split/hosted/")
+"""The shelf of hosted versions, by policy."""
+
+
 class Variant(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The versions that one user or one agent gets instead of the shared ones, by resource.
 
