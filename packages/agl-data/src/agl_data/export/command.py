@@ -33,7 +33,7 @@ from agl_inspect.exports import Exported, Losses
 from agl_inspect.rollouts.span_reader import CHOSEN_PAGE, SpanReader
 from agl_inspect.terminal.opening import complete_rollout, pass_manager, store_option, with_store
 from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query, span_options
-from agl_inspect.versions import resource_text, shown
+from agl_inspect.versions import ShownVersion, resource_text, shown
 
 FORMATS = ("messages", "dpo", "transitions", "rows", "spans", "text", "json", "python", "model")
 
@@ -85,7 +85,7 @@ def export(
 
     --span, --agent and --kind select the spans that --format spans writes, from the deciding attempts. With --format
     text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label; by default the
-    newest version is written.
+    version that is live, else the best, else the newest is written.
     """
     if form in (*_OF_RESOURCES, "model"):
         _export_resources(manager, store_url, rollout_ids, form, output)
@@ -134,11 +134,15 @@ def _export_resources(
             f"--format {form} writes a resource; name one, such as: agl data export my_prompt --format {form}"
         )
 
-    async def work(store: Store) -> list[ResourceVersion]:
+    async def work(store: Store) -> list[ShownVersion]:
         pairs = [name.partition("@") for name in names]
-        return [(await shown(store, name, version or None)).version for name, _, version in pairs]
+        return [await shown(store, name, version or None) for name, _, version in pairs]
 
-    versions = with_store(manager, store_url, work)
+    found = with_store(manager, store_url, work)
+    versions = [each.version for each in found]
+    reasons = [f"{each.version.name}@{each.version.version} is {each.chosen}" for each in found if each.chosen]
+    for reason in reasons:
+        click.echo(f"no version was named: {reason}", err=True)
     if form == "model":
         if len(versions) > 1:
             raise ConfigError(f"--format model writes one directory, and {len(versions)} resources are named; name one")
