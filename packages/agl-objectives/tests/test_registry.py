@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,14 +11,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from agl import PluginManager
+from agl.contracts import PluginStatus
 from agl.errors import ConfigError
+from agl_inspect.terminal.program import cli
 from agl_objectives.contract import Estimates, LossTerms, Scores, TokenBatch
 from agl_objectives.registry import find_estimator, find_loss
 from agl_objectives.testing import example_tokens
+from agl_testing.conformance import PluginConformance
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from agl_testing.plugins import PluginFolder
 
 
 def plain(tokens: TokenBatch, *, scale: float = 1.0) -> LossTerms:
@@ -206,6 +214,31 @@ def test_losses_and_estimators_of_an_installed_plugin_are_found_and_those_of_a_d
     """
     assert run(code, tmp_path) == "sequence True batch half"
     assert run(code, tmp_path, AGL_DISABLED_PLUGINS="half").startswith("No loss is named 'half'.")
+
+
+def _status(name: str) -> PluginStatus:
+    return next(each for each in PluginManager.from_environment(environ={}).status() if each.name == name)
+
+
+def test_plugins_check_and_the_conformance_class_try_the_losses_of_a_plugin(agl_plugins: PluginFolder) -> None:
+    agl_plugins.install(PLUGIN, name="half", files={"half_loss.py": MODULE})
+    conformance, plugin = PluginConformance(), importlib.import_module("agl_half")
+    conformance.test_factories_are_lazy_and_can_be_imported(plugin)
+    assert 0 == CliRunner().invoke(cli, ["plugins", "check", "half"]).exit_code
+    assert {"loss half", "estimator raw"} == set(_status("half").components)
+
+    agl_plugins.install(PLUGIN, name="half", files={"half_loss.py": MODULE.replace("tokens.logp_M", "tokens.old_M")})
+    del sys.modules["half_loss"]
+    with pytest.raises(ConfigError, match="'half' returned numbers without a gradient"):
+        conformance.test_factories_are_lazy_and_can_be_imported(plugin)
+    result = CliRunner().invoke(cli, ["plugins", "check", "half"])
+    assert (1, True) == (result.exit_code, "without a gradient" in result.output)
+
+
+def test_plugin_that_takes_the_name_of_a_loss_of_ours_is_named(agl_plugins: PluginFolder) -> None:
+    agl_plugins.install(PLUGIN.replace('name="half"', 'name="gspo"'), name="half", files={"half_loss.py": MODULE})
+    assert "loss 'gspo' is registered by two plugins, 'half'" in _status("half").error + _status("objectives").error
+    assert "agl_objectives.losses:GSPO" == find_loss("gspo").entry.factory
 
 
 def test_a_module_with_records_imports_no_torch(tmp_path: Path) -> None:

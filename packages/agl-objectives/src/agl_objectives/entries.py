@@ -27,6 +27,12 @@ class LossEntry(Entry, frozen=True, kw_only=True):
     surveys_ratios: bool = False
     needs_updates: bool = False
 
+    def try_out(self) -> None:
+        """Call the loss once, unless it needs parameters; raises ConfigError if it fails or trains nothing."""
+        from agl_objectives.registry import try_entry  # imports torch
+
+        try_entry(self)
+
 
 class EstimatorEntry(Entry, frozen=True, kw_only=True):
     """Registers an estimator; the factory is an `agl_objectives.contract.Estimator`, or a class that makes one.
@@ -38,3 +44,9 @@ class EstimatorEntry(Entry, frozen=True, kw_only=True):
 
     compares: Literal["group", "batch"] = "group"
     needs_baseline: bool = False
+
+    def try_out(self) -> None:
+        """Call the estimator once, unless it needs parameters; raises ConfigError if it fails."""
+        from agl_objectives.registry import try_entry  # imports torch
+
+        try_entry(self)

@@ -1,8 +1,8 @@
 """Finds losses and estimators by name: those of this distribution, those of other plugins, and the user's functions.
 
 A plugin registers them with the hooks `agl_losses` and `agl_estimators`. The core does not know these hooks, so their
-implementations are marked with `@agl.hookimpl(optionalhook=True)`. The hooks of all installed plugins are called,
-except for disabled plugins and those that failed to load.
+implementations are marked with `@agl.hookimpl(optionalhook=True)`. The manager calls the hooks of all installed
+plugins, except for disabled plugins and those that failed to load, and lists and checks what they register.
 `module:name` names a class or a function that no plugin registers.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 import traceback
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +42,7 @@ __all__ = [
     "find_loss",
     "is_own_loss",
     "losses",
+    "try_entry",
     "try_estimator",
     "try_loss",
 ]
@@ -72,7 +72,7 @@ def find_loss(name: str, params: Mapping[str, Any] | None = None) -> FoundLoss:
     Raises ConfigError if the name is unknown (with the nearest name and all known ones), if the loss does not take the
     parameters, or if `try_loss` refuses it.
     """
-    entry = _entry("loss", name, LossEntry, hook="agl_losses", known=own.agl_losses)
+    entry = _entry("loss", name, LossEntry, known=own.agl_losses)
     call: Loss = _built("loss", entry, params or {})
     try_loss(name, call)
     return FoundLoss(entry=entry, call=call)
@@ -80,7 +80,7 @@ def find_loss(name: str, params: Mapping[str, Any] | None = None) -> FoundLoss:
 
 def find_estimator(name: str, params: Mapping[str, Any] | None = None) -> FoundEstimator:
     """Return the estimator `name` with the parameters `params`; raises ConfigError as `find_loss` does."""
-    entry = _entry("estimator", name, EstimatorEntry, hook="agl_estimators", known=own.agl_estimators)
+    entry = _entry("estimator", name, EstimatorEntry, known=own.agl_estimators)
     call: Estimator = _built("estimator", entry, params or {})
     try_estimator(name, call)
     return FoundEstimator(entry=entry, call=call)
@@ -93,21 +93,21 @@ def is_own_loss(name: str) -> bool:
 
 def losses() -> list[LossEntry]:
     """Return the entries of all losses, those of this distribution first."""
-    return [*own.agl_losses(), *_foreign("agl_losses", LossEntry)]
+    return [*own.agl_losses(), *_foreign("loss", LossEntry)]
 
 
 def estimators() -> list[EstimatorEntry]:
     """Return the entries of all estimators, those of this distribution first."""
-    return [*own.agl_estimators(), *_foreign("agl_estimators", EstimatorEntry)]
+    return [*own.agl_estimators(), *_foreign("estimator", EstimatorEntry)]
 
 
-def _entry(kind: str, name: str, record: type[E], *, hook: str, known: Callable[[], Iterable[E]]) -> E:
+def _entry(kind: str, name: str, record: type[E], *, known: Callable[[], Iterable[E]]) -> E:
     if ":" in name:
         return record(name=name, factory=name)
     ours = {entry.name: entry for entry in known()}
     if name in ours:
         return ours[name]  # without loading other plugins
-    found = ours | {entry.name: entry for entry in _foreign(hook, record)}
+    found = ours | {entry.name: entry for entry in _foreign(kind, record)}
     if name in found:
         return found[name]
     near = did_you_mean(name, found)
@@ -117,23 +117,10 @@ def _entry(kind: str, name: str, record: type[E], *, hook: str, known: Callable[
     )
 
 
-def _foreign(hook: str, record: type[E]) -> list[E]:
-    """Return the entries of other plugins; raises ConfigError for an object of another type and for a repeated name."""
-    found: dict[str, E] = {}
-    for status in PluginManager.from_environment().status():
-        module = sys.modules.get(status.module) if status.state == "loaded" else None
-        if module is None or module is own or not hasattr(module, hook):
-            continue
-        for entry in getattr(module, hook)():
-            if not isinstance(entry, record):
-                raise ConfigError(
-                    f"{hook} of the plugin {status.name!r} yielded a {type(entry).__name__}; its author must yield "
-                    f"agl_objectives.{record.__name__}(name=..., factory=...)."
-                )
-            if entry.name in found:
-                raise ConfigError(f"Two plugins register {entry.name!r} with {hook}, {status.name!r} is one of them.")
-            found[entry.name] = entry
-    return list(found.values())
+def _foreign(kind: str, record: type[E]) -> list[E]:
+    """Return the entries of other plugins, which the manager collects like those of its own hooks."""
+    entries = PluginManager.from_environment().entries(kind)
+    return [e for e in entries if isinstance(e, record) and e not in (*own.agl_losses(), *own.agl_estimators())]
 
 
 def _built(kind: str, entry: Entry, params: Mapping[str, Any]) -> Any:
@@ -186,6 +173,14 @@ T = TypeVar("T")
 
 _LOSS = "return LossTerms(loss_M=...) with one number for each token, and let agl weigh them and add them up"
 _ESTIMATOR = "return Estimates(found_S=..., unit_S=...) with one number each for every score"
+
+
+def try_entry(entry: LossEntry | EstimatorEntry) -> None:
+    """Build a registered loss or estimator and call it once, unless it needs parameters; raises ConfigError."""
+    kind = "loss" if isinstance(entry, LossEntry) else "estimator"
+    keywords = inspect.signature(_imported(kind, entry)).parameters.values()
+    if not any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in keywords):
+        (try_loss if kind == "loss" else try_estimator)(entry.name, _built(kind, entry, {}))
 
 
 def try_loss(name: str, loss: Loss) -> None:

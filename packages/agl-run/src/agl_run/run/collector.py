@@ -276,8 +276,12 @@ class Collector:
                 retry_on=runner.retry_on,
             ),
             hidden=section.hidden,
-            metadata={"algorithm": self._caller, "step": step, "seed": self._seed(f"{mode}-{position}")}
-            | (self._trains if mode == "train" else {}),
+            metadata={
+                "algorithm": self._caller,
+                "step": step,
+                "seed": self._seed(f"{mode}-{position}"),
+                **(self._trains if mode == "train" else {}),
+            },
         )
 
     def _ids(self, mode: Any) -> str:
