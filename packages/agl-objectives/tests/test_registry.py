@@ -14,7 +14,6 @@ import torch
 from click.testing import CliRunner
 
 from agl import PluginManager
-from agl.contracts import PluginStatus
 from agl.errors import ConfigError
 from agl_inspect.terminal.program import cli
 from agl_objectives.contract import Estimates, LossTerms, Scores, TokenBatch
@@ -25,6 +24,7 @@ from agl_testing.conformance import PluginConformance
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from agl.contracts import PluginStatus
     from agl_testing.plugins import PluginFolder
 
 
