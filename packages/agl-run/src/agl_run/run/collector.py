@@ -392,8 +392,10 @@ class Collector:
         """
         kept: list[Episode] = []
         dropped: dict[str, str] = {}
+        rewards = [e.reward for e in episodes if e.rollout.status == "succeeded" and e.reward is not None]
+        lowest = min(rewards, default=None)
         for episode in episodes:
-            reward, reason = training_reward(episode, self._plan.config.experiment)
+            reward, reason = training_reward(episode, self._plan.config.experiment, lowest=lowest)
             if reward is None:
                 dropped[episode.rollout.rollout_id] = reason
             else:
