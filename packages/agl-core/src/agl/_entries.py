@@ -32,12 +32,6 @@ class Entry(Record, frozen=True, kw_only=True):
     factory: Factory
     summary: str = ""
 
-    def try_out(self) -> None:
-        """Raise :class:`AglError` if the component does not work; ``agl plugins check`` calls this after the import.
-
-        Here it does nothing. The records of another package's hooks, for which the core has no contract, may try more.
-        """
-
 
 class TracerEntry(Entry, frozen=True, kw_only=True):
     """Registers a tracer; the factory builds an :class:`agl.contracts.Tracer`.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -14,23 +14,25 @@ from agl._plugins.sources import DISABLED_VARIABLE, Source
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
 from agl.hints import closest, pip_install
 
-Key = tuple[str, str]
+E = TypeVar("E", bound=Entry)
+Key = tuple[Kind, str]
 
 KINDS: dict[type[Entry], Kind] = {
     # The kind's name follows from the record's, so that a new kind is declared in one place.
     record: cast("Kind", record.__name__.removesuffix("Entry").lower())
     for record in PROVIDERS.values()
 }
+RECORDS: dict[Kind, type[Entry]] = {kind: record for record, kind in KINDS.items()}
 
 
 @cache
-def known() -> dict[Key, str]:
+def known() -> dict[tuple[Kind, str], str]:
     """The distribution of each well-known component, by kind and name, which errors about a missing one suggest.
 
     ``python -m tools.generate`` writes the table.
     """
     table = Path(__file__).with_name("packages.json").read_bytes()
-    found = msgspec.json.decode(table, type=dict[str, dict[str, list[str]]])
+    found = msgspec.json.decode(table, type=dict[str, dict[Kind, list[str]]])
     return {(kind, name): home for home, kinds in found.items() for kind, names in kinds.items() for name in names}
 
 
@@ -49,9 +51,8 @@ class QuarantinedPlugin:
 
 def key_of(entry: Entry) -> Key:
     """The kind and the name of a component; the name of a subcommand starts with that of its parent command."""
-    # A plugin may subclass our entries; the nearest known base class decides. Other packages have entries of their own.
-    own = type(entry).__name__.removesuffix("Entry").lower()
-    kind = next((KINDS[record] for record in type(entry).__mro__ if record in KINDS), own)
+    # A plugin may subclass our entries; the nearest known base class decides.
+    kind: Kind = next(KINDS[record] for record in type(entry).__mro__ if record in KINDS)
     parent = entry.parent if isinstance(entry, CommandEntry) else ""
     return kind, f"{parent} {entry.name}" if parent else entry.name
 
@@ -97,19 +98,21 @@ class Catalog:
             fresh[key] = (source, entry)
         self._entries.update(fresh)
 
-    def get(self, key: Key) -> Entry | None:
-        """The component with this kind and name; ``None`` for an unknown one.
+    def get(self, record: type[E], name: str) -> E | None:
+        """The component with this name; ``None`` for an unknown name.
 
         Raises:
             DuplicateComponentError: Two plugins register the name.
         """
+        key = (KINDS[record], name)
         if key in self._contested:
             raise DuplicateComponentError(self._contested[key])
-        return self._entries.get(key, (None, None))[1]
+        entry = self._entries.get(key, (None, None))[1]
+        return entry if isinstance(entry, record) else None
 
-    def entries(self, kind: str) -> list[Entry]:
+    def entries(self, record: type[E]) -> list[E]:
         """All components of a kind, sorted by name."""
-        found = [entry for (own, _), (_, entry) in self._entries.items() if own == kind]
+        found = [entry for _, entry in self._entries.values() if isinstance(entry, record)]
         return sorted(found, key=lambda entry: entry.name)
 
     def source_of(self, entry: Entry) -> Source | None:
@@ -121,7 +124,7 @@ class Catalog:
         """Keys of the components that a plugin registered, in order of registration."""
         return [key for key, (owner, _) in self._entries.items() if owner is source]
 
-    def names(self, kind: str) -> list[str]:
+    def names(self, kind: Kind) -> list[str]:
         """The sorted names of a kind's components."""
         return sorted(name for found, name in self._entries if found == kind)
 

@@ -55,19 +55,12 @@ def check_hooks(hooks: pluggy.PluginManager, plugin: object) -> None:
 
 
 def components(hooks: pluggy.PluginManager, plugin: object) -> list[Entry]:
-    """The entries that the provider hooks of ``plugin`` return; raises :class:`PluginError` for an invalid one.
-
-    An optional hook without arguments, which the core does not know, is the provider hook of another package.
-    """
+    """The entries that the provider hooks of ``plugin`` return; raises :class:`PluginError` for an invalid one."""
     found: list[Entry] = []
     for hook, record in PROVIDERS.items():
         for impl in hookimpls(hooks, hook):
             if impl.plugin is plugin:
                 found.extend(_entries(impl, hook, record))
-    for caller in hooks.get_hookcallers(plugin) or ():
-        for impl in caller.get_hookimpls() if caller.spec is None else ():
-            if impl.plugin is plugin and not impl.argnames:
-                found.extend(_entries(impl, caller.name, Entry))
     return found
 
 
@@ -98,8 +91,6 @@ def _check_impl(caller: pluggy.HookCaller, impl: pluggy.HookImpl) -> None:
 
 def _entries(impl: pluggy.HookImpl, hook: str, record: type[Entry]) -> Iterator[Entry]:
     result: object = impl.function()
-    if result is None and hook not in PROVIDERS:
-        return  # an observer of another release, perhaps
     if not isinstance(result, Iterable):
         raise PluginError(f"{hook} returned {type(result).__name__}; yield {record.__name__} records")
     for number, entry in enumerate(cast("Iterable[Any]", result)):  # pyright: ignore[reportUnknownVariableType]  # checked in the next line
@@ -112,9 +103,8 @@ def _entries(impl: pluggy.HookImpl, hook: str, record: type[Entry]) -> Iterator[
 
 
 def _checked(entry: Entry, hook: str) -> Entry:
-    # Names stand in TOML, in URLs (the scheme of a store) and on command lines; other packages may have other rules.
-    name = _NAME if hook in PROVIDERS else re.compile(r"\S+")
-    if not isinstance(entry.name, str) or not name.fullmatch(entry.name):  # pyright: ignore[reportUnnecessaryIsInstance]  # a plugin may pass anything
+    # Names stand in TOML, in URLs (the scheme of a store) and on command lines.
+    if not isinstance(entry.name, str) or not _NAME.fullmatch(entry.name):  # pyright: ignore[reportUnnecessaryIsInstance]  # a plugin may pass anything
         raise PluginError(
             f"{hook} names a component {entry.name!r}; use lower case, digits and hyphens, starting with a letter"
         )

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from importlib.metadata import EntryPoint
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import pluggy
 
@@ -36,7 +36,7 @@ from agl._entries import (
 )
 from agl._hookspecs import PROJECT, AglSpec
 from agl._plugins.build import build, check_contract, resolve
-from agl._plugins.catalog import KINDS, Catalog, Key, QuarantinedPlugin, key_of, missing
+from agl._plugins.catalog import KINDS, RECORDS, Catalog, Key, QuarantinedPlugin, key_of, missing
 from agl._plugins.hooks import OBSERVERS, check_hooks, components, hookimpls
 from agl._plugins.sources import (
     CORE,
@@ -184,27 +184,23 @@ class PluginManager:
         """The command with this name."""
         return self._get(CommandEntry, name)
 
-    def entry(self, kind: Kind | str, name: str) -> Entry:
-        """The component with this kind and name; the kind of a ``LossEntry`` of another package's hook is ``loss``."""
-        found = self._catalog.get((kind, name))
-        if found is None:
-            raise missing((kind, name), self._catalog.names(kind), self._broken, self._skipped)
-        return found
+    def entry(self, kind: Kind, name: str) -> Entry:
+        """The component with this kind and name."""
+        return self._get(RECORDS[kind], name)
 
-    def entries(self, kind: Kind | str) -> Sequence[Entry]:
+    def entries(self, kind: Kind) -> Sequence[Entry]:
         """All components of a kind, sorted by name."""
-        return self._catalog.entries(kind)
+        return self._catalog.entries(RECORDS[kind])
 
     def resolve(self, entry: Entry, /) -> Any:
         """Import and return the entry's factory; see :meth:`build`."""
         return resolve(entry, _shown_name(entry), self._source_of(entry))
 
     def check(self, entry: Entry, /) -> None:
-        """Import the entry's factory; if it is a class, compare it with its contract; try the component out."""
+        """Import the entry's factory; if it is a class, check that it has the methods of its contract."""
         factory = self.resolve(entry)
         if isinstance(factory, type):
             check_contract(factory, entry, _shown_name(entry), self._source_of(entry))
-        entry.try_out()
 
     def build(self, entry: Entry, /, **params: Any) -> Any:
         """Build the component.
@@ -290,7 +286,11 @@ class PluginManager:
         self._loaded[source.name] = source
 
     def _get(self, record: type[E], name: str) -> E:
-        return cast("E", self.entry(KINDS[record], name))  # the nearest known record decides an entry's kind
+        found = self._catalog.get(record, name)
+        if found is None:
+            kind = KINDS[record]
+            raise missing((kind, name), self._catalog.names(kind), self._broken, self._skipped)
+        return found
 
     def _source_of(self, entry: Entry) -> Source:
         return self._catalog.source_of(entry) or Source(name=entry.name)

@@ -8,7 +8,7 @@ from threading import Timer
 import click
 
 from agl import PluginManager
-from agl.contracts import PluginStatus
+from agl.contracts import Kind, PluginStatus
 from agl.errors import AglError, MissingExtraError, PluginError, UnknownComponentError
 from agl.hints import count_of, did_you_mean
 from agl.schemas import Record
@@ -138,6 +138,6 @@ def _entry_of(manager: PluginManager, component: str) -> tuple[str, str]:
     return entry.factory if isinstance(entry.factory, str) else repr(entry.factory), entry.summary
 
 
-def _split(component: str) -> tuple[str, str]:
+def _split(component: str) -> tuple[Kind, str]:
     kind, _, name = component.partition(" ")
-    return kind, name
+    return kind, name  # pyright: ignore[reportReturnType]  # the manager wrote it as "<kind> <name>"

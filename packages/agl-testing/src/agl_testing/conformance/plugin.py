@@ -8,13 +8,13 @@ import subprocess
 import sys
 from importlib.metadata import Distribution, EntryPoint, entry_points, packages_distributions
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import msgspec
 import pytest
 
 from agl import PluginManager
-from agl.contracts import Entry
+from agl.contracts import Entry, Kind
 from agl_testing.conformance._base import Conformance, require
 
 NAME = re.compile(r"[a-z][a-z0-9-]*")
@@ -75,8 +75,7 @@ class PluginConformance(Conformance):
 
     def test_names_are_well_formed_and_every_component_has_a_summary(self, plugin: object) -> None:
         for entry in _entries(plugin):
-            own = type(entry).__module__ != Entry.__module__  # another package's, with its own rule for names
-            assert own or NAME.fullmatch(entry.name), f"{entry.name!r}: lower case, digits, hyphens, first a letter"
+            assert NAME.fullmatch(entry.name), f"{entry.name!r}: lower case, digits and hyphens, starting with a letter"
             assert entry.summary.strip(), f"{entry.name!r} has no summary for 'agl plugins list'"
 
     def test_factories_are_lazy_and_can_be_imported(self, plugin: object) -> None:
@@ -85,7 +84,6 @@ class PluginConformance(Conformance):
         for entry in _entries(plugin):
             assert isinstance(entry.factory, str), f"{entry.name!r}: name the factory as 'module:attribute'"
             assert callable(manager.resolve(entry))
-            manager.check(entry)
 
     def test_hooks_give_equal_frozen_records_every_time(self, plugin: object) -> None:
         assert _entries(plugin) == _entries(plugin)
@@ -120,9 +118,9 @@ class PluginConformance(Conformance):
 
 def _entries(plugin: object) -> list[Entry]:
     manager = PluginManager()
+    own = {(kind, entry.name) for kind in get_args(Kind) for entry in manager.entries(kind)}
     manager.register(plugin, name="under-test")
-    components = next(status.components for status in manager.status() if status.name == "under-test")
-    return [manager.entry(*component.split(" ", 1)) for component in components]
+    return [e for kind in get_args(Kind) for e in manager.entries(kind) if (kind, e.name) not in own]
 
 
 def _requires(point: EntryPoint) -> list[str]:
