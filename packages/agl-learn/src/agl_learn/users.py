@@ -61,7 +61,7 @@ class _Own(NamedTuple):
     """The sum and the number of a user's ratings in a block, and the weight of each."""
 
     total: float
-    count: int
+    seen: int
     weight: float
 
 
@@ -167,14 +167,16 @@ def _fits(blocks: Iterable[_Block], belief: Mapping[str, _Belief], *, caution: f
 
 def _others(block: _Block, belief: Mapping[str, _Belief], caution: float) -> Iterable[tuple[str, float, float]]:
     """Yield each user and how many of the others say 1 and 0, moved by ``caution`` standard errors towards 1/2."""
-    sums: list[tuple[str, float, float, float]] = []
+    users: list[str] = []
+    sums: list[tuple[float, float, float]] = []
     for user, (total, count, weight) in block.items():
         agrees, contradicts = belief.get(user, _Belief())
         heard = weight * (agrees + contradicts)
         turned = weight * (agrees * total + contradicts * (count - total))
-        sums.append((user, heard * count, turned, heard * heard * count))
-    all_weights, all_values, all_squares = (math.fsum(each[at] for each in sums) for at in (1, 2, 3))
-    for user, weight, value, square in sums:
+        users.append(user)
+        sums.append((heard * count, turned, heard * heard * count))
+    all_weights, all_values, all_squares = map(math.fsum, zip(*sums, strict=True))
+    for user, (weight, value, square) in zip(users, sums, strict=True):
         weights, values, squares = all_weights - weight, all_values - value, all_squares - square
         # As many ratings of equal weight have the same standard error; two more say 1 and 0.
         count = weights * weights / squares if squares > _ROUNDING else 0.0
