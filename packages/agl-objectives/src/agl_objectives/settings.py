@@ -92,12 +92,14 @@ class Optim(Adam, frozen=True, kw_only=True):
         warmup: Number of updates over which the rate rises linearly to the peak.
         decay: Curve after the warm-up: `constant`; or `linear` or `cosine`, which fall to 0 at the last update of the
             run.
+        moments: `float32`, or `8bit` for a quarter of the memory of both moments.
         max_nonfinite: Largest number of updates in a row that are skipped because their gradient is not finite; one
             more ends the run.
     """
 
     warmup: Whole = 0
     decay: Decay = "constant"
+    moments: Literal["float32", "8bit"] = "float32"
     max_nonfinite: Whole = 3
 
 
