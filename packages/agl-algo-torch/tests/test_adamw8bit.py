@@ -47,18 +47,16 @@ def curve(make: Any, *, seed: int, steps: int = 200) -> list[float]:
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
-def test_losses_are_those_of_32_bits_within_the_noise_between_seeds(betas: tuple[float, float]) -> None:
-    def late(make: Any, seed: int) -> float:
-        return sum(curve(make, seed=seed)[-50:]) / 50
+def test_losses_are_those_of_32_bits(betas: tuple[float, float]) -> None:
+    def means(make: Any) -> list[float]:
+        found = curve(make, seed=0)
+        return [sum(found[start : start + 50]) / 50 for start in range(0, 200, 50)]
 
-    exact = [
-        late(lambda ps: torch.optim.AdamW(ps, lr=3e-3, betas=betas, weight_decay=0.0), seed) for seed in range(4)
-    ]
-    found = [late(lambda ps: AdamW8bit(ps, lr=3e-3, betas=betas), seed) for seed in range(4)]
+    exact = means(lambda ps: torch.optim.AdamW(ps, lr=3e-3, betas=betas, weight_decay=0.0))
+    found = means(lambda ps: AdamW8bit(ps, lr=3e-3, betas=betas))
 
-    noise = max(exact) - min(exact)
-    assert max(abs(a - b) for a, b in zip(found, exact, strict=True)) < 0.5 * noise
-    assert max(found) < 0.5  # the first losses are above 2.3
+    assert exact == pytest.approx(found, abs=2e-3)  # seeds differ by 1e-2
+    assert found[-1] < 0.3 < 1.0 < found[0]
 
 
 def test_a_slow_moment_decays_at_its_rate_although_codes_are_farther_apart() -> None:

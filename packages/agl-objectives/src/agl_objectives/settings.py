@@ -130,14 +130,15 @@ class Compute(Settings, frozen=True, kw_only=True):
         threads: Number of CPU threads; 0 leaves it to torch.
         token_budget: Largest number of tokens that one forward pass computes; padding counts if rows are padded.
         gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
-            about a third more time.
+            about a third more time. With `auto` they are if a pass of `token_budget` tokens would otherwise keep more
+            than a quarter of the device's memory.
     """
 
     device: str = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     threads: Whole = 0
     token_budget: Count = 16_384
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
 
 
 class Saving(Settings, frozen=True, kw_only=True):
