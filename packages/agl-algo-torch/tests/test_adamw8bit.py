@@ -127,4 +127,3 @@ def test_a_checkpoint_is_continued_with_the_other_kind_of_moments(
     for name, tensor in trainable_state(learner.loaded.model).items():
         moved, expected = trainable_state(again.loaded.model)[name] - start[name], tensor - start[name]
         assert float((moved - expected).norm()) <= 0.2 * float(expected.norm()), name
-

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _BLOCK = 256
 _GOLDEN = 0.6180339887498949
 
-_AT_ONCE = 2**22
+_AT_ONCE = 2**20
 """Number of weights that are updated at once; their moments are in float32 meanwhile."""
 
 _SCALE = "_scale"

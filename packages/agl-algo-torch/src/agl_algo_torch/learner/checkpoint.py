@@ -156,7 +156,9 @@ def _parameter_names(model: nn.Module) -> dict[Any, str]:
     return {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:
+def _optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return AdamW's moments as tensors by name, and each parameter's number of updates."""
     moments: dict[str, Tensor] = {}
     steps: dict[str, float] = {}

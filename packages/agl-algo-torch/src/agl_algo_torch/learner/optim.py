@@ -1,9 +1,9 @@
 """Applies AdamW with warm-up and gradient clipping.
 
-The update itself is torch's, or that of `adamw8bit`. This module chooses the parameters that decay, computes the learning rate, and skips
-gradients that are not finite. The rate depends on the update number alone, for the warm-up, and on the share of the
-planned updates that is left, for the decay. A resumed run therefore continues on the same curve, and steps without an
-update do not stretch it.
+The update itself is torch's, or that of `adamw8bit`. This module chooses the parameters that decay, computes the
+learning rate, and skips gradients that are not finite. The rate depends on the update number alone, for the warm-up,
+and on the share of the planned updates that is left, for the decay. A resumed run therefore continues on the same
+curve, and steps without an update do not stretch it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.Optimizer:
         groups,
         lr=settings.lr,
         betas=settings.betas,
-        fused=trained[0].is_cuda,  # one kernel for all parameters
+        fused=trained[0].device.type in {"cuda", "cpu"},  # one kernel, without temporary tensors of a weight's size
     )
 
 
