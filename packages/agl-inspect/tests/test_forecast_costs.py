@@ -289,7 +289,12 @@ def test_rollouts_without_tokens_are_planned_too() -> None:
             'fit on a device each, not on one; the cheapest change with which they fit: use = "verl"',
         ),
         ("a100-80", "3.8B", Training(gradient_checkpointing=True), 'they fit: optim.moments = "8bit"'),
-        ("a10", "0.5B", Training(dtype="float32"), 'they fit: compute.dtype = "bfloat16"'),
+        (
+            "a100-40",
+            "1.5B",
+            Training(dtype="float32", gradient_checkpointing="auto"),
+            'they fit: compute.dtype = "bfloat16"',
+        ),
     ],
 )
 def test_report_says_if_it_fits_and_that_nothing_was_measured(

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Version of the training checkpoint's layout."""
 
+SHARD = "5GB"
+"""Size of a file of weights; larger models are written as several files with an index."""
+
 STATE_FILE = "state.json"
 """File of a training checkpoint with everything but tensors."""
 
@@ -47,7 +50,7 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
     loaded = without_master(loaded)
     model = cast("Any", loaded.model)
     # Otherwise peft adds all weights of the head or the embedding to an adapter that has either as a target.
-    options = {"save_embedding_layers": False} if has_lora(model) else {}
+    options: dict[str, Any] = {"save_embedding_layers": False} if has_lora(model) else {"max_shard_size": SHARD}
 
     def fill(directory: Path) -> None:
         with no_bars():

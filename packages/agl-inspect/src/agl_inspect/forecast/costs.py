@@ -340,6 +340,9 @@ def _layer(model: ModelShape, training: Training) -> int:
 def _activations(model: ModelShape, training: Training, *, tokens: int, trained: int) -> float:
     h, layer = model.hidden, _layer(model, training)
     backward = 4 * (2 * model.feed_forward * max(1, model.experts_used) + 2 * h) * tokens
+    if model.is_tied and not training.lora_rank:
+        # The head's gradient of the shared matrix waits for that of the input embeddings, the last of the pass.
+        backward += 4 * model.vocabulary * h
     chunk = min(trained, max(FEWEST_POSITIONS, CHUNK_LOGITS // model.vocabulary))
     logits = 4 * (_COPIES * chunk * model.vocabulary + 4 * h * tokens)
     # Autocast holds a copy of every weight that it has converted until the pass ends.

@@ -263,16 +263,18 @@ def _parts(memory: Memory) -> list[tuple[str, float]]:
 
 
 def _verdict(found: DeviceForecast) -> str:
-    """Say whether trainer and server fit on the device, and which changes would make them fit."""
+    """Say whether trainer and server fit on the device, and the cheapest change with which they fit."""
     memory, limit = found.memory, found.device.memory
-    if memory.training + memory.serving <= FULL * limit:
+    whole = memory.training + memory.serving
+    if whole <= FULL * limit:
         return "trainer and server fit side by side"
-    if memory.training + memory.serving <= limit:
-        return f"trainer and server fill more than {FULL:.0%} of it, which leaves little room for what is not counted"
+    head = "trainer and server do not fit"
+    if whole <= limit:
+        head = f"trainer and server fill more than {FULL:.0%} of it, which leaves little room for what is not counted"
+    elif max(memory.training, memory.serving) <= FULL * limit:
+        head = "trainer and server fit on a device each, not on one"
     if not found.changes:
-        return "trainer and server do not fit on it, and no known change is enough: take a smaller model"
-    apart = memory.training <= FULL * limit and memory.serving <= FULL * limit
-    head = "trainer and server fit on a device each, not on one" if apart else "trainer and server do not fit"
+        return f"{head}; no known change is enough: take a smaller model"
     return f"{head}; the cheapest change with which they fit: {', '.join(found.changes)}"
 
 
