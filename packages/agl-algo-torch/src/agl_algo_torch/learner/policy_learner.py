@@ -11,7 +11,7 @@ import os
 import random
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -257,7 +257,7 @@ def _checkpoints(loaded: LoadedModel, compute: Compute) -> bool:
 def _memory(device: torch.device) -> float:
     """Return the size of the device's memory, in bytes."""
     if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+        return float(cast("Any", torch.cuda).get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
