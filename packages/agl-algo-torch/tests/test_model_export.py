@@ -75,7 +75,8 @@ def test_merged_weights_answer_as_base_and_adapter_do_and_are_cut_into_files(
     result = export(store, "merged", tmp_path / "merged")
 
     assert result.exit_code == 0, result.output
-    assert "written to" in result.output and "a Hugging Face directory" in result.output
+    assert "written to" in result.output
+    assert "a Hugging Face directory" in result.output
     index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
     with torch.no_grad():
