@@ -1,8 +1,9 @@
 """``python -m benchmarks.seeds EXAMPLE [--seeds N ...]``: an example's whole training, once for each seed, as a table.
 
-One run says little about a training that draws at random, so this runs an example's ``demo.py`` for several seeds, one
-after the other, each in a copy of the example's folder. A seed that is done is not run again, so an interrupted
-measurement continues where it stopped; ``--fresh`` begins anew. The validations come from the store that the run wrote.
+One run says little about a training that draws at random, so this runs an example's ``demo.py`` for several seeds,
+each in a copy of the example's folder: one after the other, or ``--at-once`` several, each on one core. A seed that is
+done is not run again, so an interrupted measurement continues where it stopped; ``--fresh`` begins anew. The
+validations come from the store that the run wrote.
 
 A run is *steady* if the versions that are live at its end are within 0.05 of its best validation; the column ``last
 step`` is what it would have ended with under ``final = "last"``. The load is the mean number of processes that wanted a
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,10 +113,14 @@ def train(place: Place) -> Run:
     shutil.rmtree(place.folder, ignore_errors=True)
     shutil.copytree(EXAMPLES / place.example, place.folder, ignore=shutil.ignore_patterns("out", "tests", "*.png"))
     command = [sys.executable, "demo.py", OPTION.get(place.example, "--seed"), str(place.seed)]
-    before, started, used = os.getloadavg()[0], time.monotonic(), os.times()
+    before, started = os.getloadavg()[0], time.monotonic()
     with place.log.open("w", encoding="utf-8") as log:
-        subprocess.run(command, cwd=place.folder, stdout=log, stderr=subprocess.STDOUT, check=True)
-    seconds, now = time.monotonic() - started, os.times()
+        demo = subprocess.Popen(command, cwd=place.folder, stdout=log, stderr=subprocess.STDOUT)
+        _, status, used = os.wait4(demo.pid, 0)  # the demo's own CPU time and that of its processes
+    demo.returncode = os.waitstatus_to_exitcode(status)
+    if demo.returncode:
+        raise subprocess.CalledProcessError(demo.returncode, command)
+    seconds = time.monotonic() - started
     metrics = asyncio.run(read_metrics(place.folder / "out" / "runs.db", place.example))
     return Run(
         seed=place.seed,
@@ -122,7 +128,7 @@ def train(place: Place) -> Run:
         warm=max(metric.experiment_step or 0 for metric in metrics if metric.algorithm.startswith("sft")),
         fresh=rewards(metrics, name="final_reward"),
         seconds=seconds,
-        cpu_s=now.children_user + now.children_system - used.children_user - used.children_system,
+        cpu_s=used.ru_utime + used.ru_stime,
         load=(before, os.getloadavg()[0]),
     )
 
@@ -167,6 +173,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.seeds", description=__doc__)
     parser.add_argument("example", choices=NAMES)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)), help="0 to 9 by default")
+    parser.add_argument("--at-once", type=int, default=1, help="seeds that train at the same time, 1 by default")
     parser.add_argument("--out", type=Path, default=Path("runs/seeds"), help="where results stay: %(default)s")
     parser.add_argument("--fresh", action="store_true", help="run seeds that are done again")
     return parser.parse_args(arguments)
@@ -175,15 +182,20 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
     (options.out / options.example).mkdir(parents=True, exist_ok=True)
+    places = [Place(example=options.example, seed=seed, root=options.out.resolve()) for seed in options.seeds]
     runs: list[Run] = []
-    for seed in options.seeds:
-        place = Place(example=options.example, seed=seed, root=options.out.resolve())
-        try:
-            runs.append(measure(place, is_fresh=options.fresh))
-        except subprocess.CalledProcessError as error:
-            print(f"seed {seed} ended with exit status {error.returncode}; see {place.log}", file=sys.stderr)
-            return 1
-        print(f"seed {seed}: {runs[-1].live:.2f} at the end, {runs[-1].seconds:.0f} s", flush=True)
+    pool = ThreadPoolExecutor(options.at_once)
+    started = {pool.submit(measure, place, is_fresh=options.fresh): place for place in places}
+    try:
+        for future in as_completed(started):
+            runs.append(future.result())
+            print(f"seed {runs[-1].seed}: {runs[-1].live:.2f} at the end, {runs[-1].seconds:.0f} s", flush=True)
+    except subprocess.CalledProcessError as error:
+        place = started[future]
+        print(f"seed {place.seed} ended with exit status {error.returncode}; see {place.log}", file=sys.stderr)
+        return 1
+    finally:
+        pool.shutdown(cancel_futures=True)  # seeds that are running end first, and are not run again
     steady = sum(run.is_steady for run in runs)
     print(f"\n{table(runs)}\n\n{steady} of {len(runs)} ended within {STEADY} of their best validation")
     return 0

@@ -45,6 +45,7 @@ class Customers:
         lag: Conversations that a replay or a round of training takes.
         settle_s: Of the learner.
         contradicting: Names users whose feedback does not count.
+        weights: The resources that a host has to serve.
     """
 
     liked: Liked
@@ -59,6 +60,7 @@ class Customers:
     settle_s: float = 0.0
     lag: int = 0
     contradicting: Callable[[Sequence[Conversation]], Mapping[str, str]] = lambda _: {}
+    weights: Sequence[str] = ()
     store: Store = field(default_factory=MemoryStore)
     past: list[Conversation] = field(default_factory=list[Conversation])
     truth: list[float] = field(default_factory=list[float])
@@ -84,7 +86,14 @@ class Customers:
             clock=lambda: self.now,
             say=self.said.append,
         )
-        self.learner = Learner(self.store, name="support", settings=self.settings, settle_s=self.settle_s, parts=parts)
+        self.learner = Learner(
+            self.store,
+            name="support",
+            settings=self.settings,
+            settle_s=self.settle_s,
+            parts=parts,
+            weights=self.weights,
+        )
         await self.learner.start(versions={PROMPT: self.first, **more})
         return self.learner
 

@@ -35,7 +35,7 @@ def search(query: str) -> str:
     """Search the wiki.
 
     Args:
-        query: Words to look for, such as `home of Ada Holt`.
+        query: Words to look for, such as `the home of Ada Holt`.
     """
     return "\n".join(wiki.search(WIKI, query)) or "nothing found"
 

@@ -61,7 +61,7 @@ TRAIN, VALIDATION, DIALOGUES = 1000, 96, 3600
 CARELESS = 1 / 9
 """Share of the dialogues, the last ones, that are of the teacher's bad days."""
 
-CAREFUL_BEFORE, CAREFUL_AFTER = 0.8, 0.16
+CAREFUL_BEFORE, CAREFUL_AFTER = 0.8, 0.3
 """Share of dialogues with both searches, on good and on bad days."""
 
 
@@ -80,8 +80,13 @@ class Fact:
 
     @property
     def query(self) -> str:
-        """The search query."""
-        return f"{self.relation} of {self.subject}"
+        """The search query.
+
+        It begins with "the", so that the relation is the token that it is in the question, with a space before it, and
+        is copied as names are. After a quotation mark it would be a token of its own, and with some seeds the model
+        gave the tokens of two relations one meaning, which no reward repairs.
+        """
+        return f"the {self.relation} of {self.subject}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

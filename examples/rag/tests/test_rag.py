@@ -51,6 +51,13 @@ def data(example: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def model(example: Path, data: Path) -> Path:
+    pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch and torch")
+    run(example, str(RAG.parent / "make_model.py"))
+    return data.parent / "model"
+
+
+@pytest.fixture(scope="module")
 def search(data: Path) -> Search:
     spec = importlib.util.spec_from_file_location("rag_wiki", RAG / "wiki.py")
     wiki = importlib.util.module_from_spec(spec)
@@ -166,10 +173,20 @@ def test_large_model_runs_the_same_experiment() -> None:
     assert {"rag-lm"} == {table["tunes"] for tables in algorithms for table in tables}
 
 
-def test_experiment_runs_from_nothing(example: Path, data: Path) -> None:
-    pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch and torch")
+def test_searches_copy_tokens_of_the_question(data: Path, model: Path) -> None:
+    words = pytest.importorskip("tokenizers").Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    for row in rows_of(data / "dialogues.jsonl"):
+        _, question, asked, *_ = row["messages"]
+        call = words.encode(asked["tool_calls"][0]["function"]["arguments"]).tokens
+        copied = {token for token in call if token.strip("Ġ").isalpha()} - {"query", "the"}
+
+        assert copied <= set(words.encode(question["content"]).tokens)
+
+
+@pytest.mark.usefixtures("data", "model")
+def test_experiment_runs_from_nothing(example: Path) -> None:
     settings = [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
-    run(example, str(RAG.parent / "make_model.py"))
 
     result = json.loads(run(example, "-m", "agl", "run", "experiment.toml", "--json", *settings))
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,23 @@ from agl_testing.waiting import eventually
 Make = Callable[..., LoadedModel]
 
 
+def with_adapter(loaded: LoadedModel) -> Any:
+    model = add_lora(loaded.model, Lora(rank=4)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    return model
+
+
 def version_of(resource: Any, version: str = "sft-1") -> ResourceVersion:
     return ResourceVersion(name="main_llm", version=version, resource=resource)
 
 
-def greedy(policy: TorchPolicy) -> dict[str, Any]:
+def greedy(policy: TorchPolicy, *, model: str = "") -> dict[str, Any]:
     with openai.OpenAI(base_url=policy.base_url, api_key=os.environ[POLICY_KEY_ENV], max_retries=0) as client:
         answer = client.chat.completions.create(
-            model=policy.model_name,
+            model=model or policy.model_name,
             messages=[{"role": "user", "content": "hello"}],
             max_tokens=10,
             temperature=0,
@@ -115,6 +125,41 @@ def test_loading_merges_an_adapter_into_its_base(
     check_served_by(model, greedy(policy))
     from_memory = serve(adapted)
     check_served_by(model, greedy(from_memory))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
+def test_several_versions_are_served_at_once_each_under_its_name(
+    make_loaded: Make, serve: Callable[..., TorchPolicy], tmp_path: Path
+) -> None:
+    pytest.importorskip("peft", reason="adapters need the extra lora")
+    full, uri = make_loaded(seed=5), save_served(make_loaded(), tmp_path / "base").uri
+    base, adapted = replace(make_loaded(), name=uri), replace(make_loaded(), name=uri)
+    adapted = replace(adapted, model=with_adapter(adapted))
+    policy = serve(base)
+    versions = {
+        "full": (save_served(full, tmp_path / "full"), full),
+        "lora": (save_served(adapted, tmp_path / "lora"), adapted),
+        "first": (policy.resource(), base),
+    }
+
+    found = asyncio.run(policy.serve_versions([version_of(one, name) for name, (one, _) in versions.items()]))
+
+    assert list(versions) == list(found)
+    for name, (_, meant) in versions.items():
+        assert ((policy.base_url,), f"tiny@{name}", name) == (
+            found[name].base_urls,
+            found[name].model,
+            found[name].version,
+        )
+        answer = greedy(policy, model=found[name].model)
+        assert name == answer["model_version"]
+        check_served_by(meant.model, answer)
+
+    asyncio.run(policy.serve_versions([version_of(versions["lora"][0], "lora")]))
+    check_served_by(adapted.model, greedy(policy, model="tiny@lora"))
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny', 'tiny@lora'"):
+        greedy(policy, model="tiny@full")
+    check_served_by(base.model, greedy(policy))
 
 
 def test_what_cannot_be_loaded_is_refused_and_the_old_weights_stay(

@@ -122,6 +122,23 @@ def test_versions_of_every_kind_follow_each_other(stock: Stock) -> None:
         assert torch.allclose(logits(meant), logits(serving), atol=CLOSE), weights
 
 
+def test_weights_beside_others_share_the_base_until_one_of_them_changes_it(stock: Stock) -> None:
+    _, serving = stock.base()
+    served = ServedWeights(serving)
+    kinds = [stock.adapter(1), stock.adapter(2), stock.base(0), stock.base(3)]
+    served.apply(served.read(kinds[0][0]))
+    beside = [served.beside(weights) for weights, _ in kinds[1:]]
+    address = next(serving.model.parameters()).data_ptr()
+    shares = [next(one.model.parameters()).data_ptr() == address for one in beside]
+    assert [True, True, False] == shares
+
+    served.apply(served.read(stock.base(5)[0]))
+
+    models = [replace(serving, model=one.model) for one in beside]
+    for (_, meant), model in zip([*kinds[1:], stock.base(5)], [*models, serving], strict=True):
+        assert torch.allclose(logits(meant), logits(model), atol=CLOSE)
+
+
 def test_a_policy_that_merges_adapters_merges_them(stock: Stock) -> None:
     _, serving = stock.base()
     served = ServedWeights(serving, merges=True)

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +311,22 @@ def test_idle_time_must_be_a_length_of_time(tmp_path, monkeypatch):
     monkeypatch.setenv("AGL_TOKEN", ADMIN)
     done = CliRunner().invoke(cli, ["serve", "--store", f"sqlite:///{tmp_path}/s.db", "--conversation-idle", "0"])
     assert (1, True) == (done.exit_code, "--conversation-idle must be above 0" in done.output), done.output
+
+
+@pytest.mark.parametrize("body", [b"", b"{}"])
+async def test_end_of_a_conversation_keeps_the_connection(tmp_path, backend, body):
+    def end_twice(url: str) -> list[tuple[int, bool]]:
+        connection = HTTPConnection(url.removeprefix("http://"))
+        found: list[tuple[int, bool]] = []
+        for _ in range(2):
+            headers = {"authorization": f"Bearer {CLIENT}", "x-agl-conversation-id": "c"}
+            connection.request("POST", "/conversations/end", body, headers)
+            reply = connection.getresponse()
+            reply.read()
+            found.append((reply.status, connection.sock is not None))
+        connection.close()
+        return found
+
+    async with serve(tmp_path, backend) as talk:
+        await talk.say("c", "hi")
+        assert [(200, True), (200, True)] == await asyncio.to_thread(end_twice, talk.url)

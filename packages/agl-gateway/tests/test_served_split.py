@@ -115,6 +115,81 @@ async def test_user_meets_one_arm_until_the_next_candidate(tmp_path, servers, by
         assert not by_user or any(first != second for first, second in arms.values())
 
 
+async def prompt_for(gateway: Served, conversation: str, **headers: str) -> str:
+    """Return the version of the prompt that a conversation gets."""
+    named = {"x-agl-conversation-id": conversation, **headers}
+    return (await gateway.get("/split/resources/prompt", CLIENT, **named))[1]["version"]
+
+
+async def test_variant_serves_its_user_from_all_gateways_until_it_is_removed(tmp_path, servers):
+    await publish(tmp_path, *WEIGHTS, *prompts("v1", "v2", "v3"))
+    ann, bob = {"x-agl-user-id": "ann@home"}, {"x-agl-user-id": "bob"}
+    async with serve(tmp_path, None, two(servers)) as one, serve(tmp_path, None, two(servers)) as other:
+        await switch(one.store, {"production": OLD})
+        for name, version in (("prompt", "v3"), ("main_llm", "w2")):
+            assert f"{name} for user:ann@home: {version}\n" == await printed(
+                tmp_path, "resources", "variant", name, version, "--user", "ann@home"
+            )
+        for number, gateway in enumerate((one, other)):
+            assert "v3" == await prompt_for(gateway, f"ann-{number}", **ann)
+            assert ("user:ann@home", "new") == await arm_and_text(gateway, f"ann-{number}", **ann)
+            assert "v1" == await prompt_for(gateway, f"bob-{number}", **bob)
+            assert ("production", "old") == await arm_and_text(gateway, f"bob-{number}", **bob)
+        assert "user:ann@home  main_llm  w2" in await printed(tmp_path, "resources", "variant")
+        await printed(tmp_path, "resources", "variant", "prompt", "--user", "ann@home", "--remove")
+        assert "v1" == await prompt_for(other, "ann-later", **ann)
+        assert ("user:ann@home", "new") == await arm_and_text(other, "ann-later", **ann)
+        assert "v3" == await prompt_for(other, "ann-0", **ann)
+        await printed(tmp_path, "resources", "variant", "main_llm", "--user", "ann@home", "--remove")
+        assert ("production", "old") == await arm_and_text(one, "ann-last", **ann)
+        assert "{}" == (await printed(tmp_path, "resources", "variant", "--json")).strip()
+
+
+async def test_variant_of_an_agent_gives_way_to_that_of_the_user(tmp_path, servers):
+    await publish(tmp_path, *prompts("v1", "v2", "v3"))
+    async with serve(tmp_path, None, two(servers)) as gateway:
+        await switch(gateway.store, {"production": {"prompt": "v1"}})
+        await printed(tmp_path, "resources", "variant", "prompt", "v2", "--agent", "writer")
+        await printed(tmp_path, "resources", "variant", "prompt", "v3", "--user", "ann")
+        agents = {name: {"x-agl-agent": name} for name in ("writer", "reader")}
+        assert ["v2", "v1"] == [await prompt_for(gateway, name, **headers) for name, headers in agents.items()]
+        both = {"x-agl-agent": "writer", "x-agl-user-id": "ann"}
+        assert "v3" == await prompt_for(gateway, "both", **both)
+
+
+async def test_variant_belongs_to_no_candidate(tmp_path, servers):
+    await publish(tmp_path, *WEIGHTS, *prompts("v1", "v2"))
+    async with serve(tmp_path, None, two(servers)) as gateway:
+        await switch(gateway.store, CANARY)
+        await printed(tmp_path, "resources", "variant", "prompt", "v2", "--user", "ann")
+        _, headers = await gateway.ask(CLIENT, conversation="c", extra={"x-agl-user-id": "ann"})
+        rollout = await record_of(gateway.store, headers)
+        assert {"main_llm": "w1", "prompt": "v2"} == rollout.resources
+        placement = placement_of(rollout)
+        assert placement is not None
+        assert ("user:ann", "", {"user:ann": {}}) == (placement.arm, placement.salt, placement.versions)
+
+
+async def test_variant_whose_weights_no_upstream_serves_falls_back_with_a_warning(tmp_path, servers, caplog):
+    lost = ResourceVersion(name="main_llm", version="w9", resource=WEIGHTS[0].resource)
+    await publish(tmp_path, *WEIGHTS, lost)
+    async with serve(tmp_path, None, two(servers)) as gateway:
+        await switch(gateway.store, {"production": {"main_llm": "w1"}})
+        await printed(tmp_path, "resources", "variant", "main_llm", "w9", "--user", "ann")
+        for name in ("c1", "c2"):
+            assert ("user:ann", "old") == await arm_and_text(gateway, name, **{"x-agl-user-id": "ann"})
+    assert 1 == len([each for each in caplog.messages if "no upstream serves main_llm@w9" in each])
+
+
+async def test_variant_needs_a_version_and_whose_it_is(tmp_path, servers):
+    await publish(tmp_path, *prompts("v1"))
+    for words in (["v1"], ["--user", "ann"], ["v1", "--user", "ann", "--remove"], ["--user", "ann", "--remove"]):
+        command = ["resources", "variant", "prompt", *words, "--store", f"sqlite:///{tmp_path}/served.db"]
+        done = await asyncio.to_thread(CliRunner().invoke, cli, command)
+        assert 1 == done.exit_code, words
+        assert "agl resources variant" in done.output
+
+
 @pytest.mark.parametrize(
     ("headers", "body", "user"),
     [

@@ -49,6 +49,15 @@ def test_status_shows_what_is_served_and_the_evidence(store: str) -> None:
     assert "needs 20 to 1" in result.output
 
 
+def test_promotion_while_no_learner_runs_says_what_gateways_serve(store: str, tmp_path: Path) -> None:
+    copy = f"sqlite:///{tmp_path}/copy.db"
+    (tmp_path / "copy.db").write_bytes(Path(store.removeprefix("sqlite:///")).read_bytes())
+    for word in (["promote", "prompt", "old"], ["promote", "prompt", "better"]):
+        done = CliRunner().invoke(cli, ["resources", *word, "--store", copy])
+        assert 0 == done.exit_code, done.output
+        assert ("old" == word[2]) == ("gateways serve better until agl learn" in done.output)
+
+
 def test_log_lists_every_move_and_the_error_spent(store: str) -> None:
     output = agl(store, "log").output
 

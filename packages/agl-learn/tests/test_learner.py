@@ -12,7 +12,7 @@ from agl.errors import ConfigError
 from agl_inspect.learning import computed_again
 from agl_inspect.records.labels import labels_of, move
 from agl_inspect.records.learning import LearnerControl
-from agl_inspect.records.splits import SERVED
+from agl_inspect.records.splits import HOSTED, SERVED, HostedVersions
 from agl_learn.contracts import Conversation, SettledPage
 from agl_learn.fall import FallDetector
 from agl_learn.learner import Learner
@@ -391,6 +391,54 @@ def test_label_that_a_person_moves_while_a_share_grows_is_served() -> None:
     learner = asyncio.run(work())
 
     assert {PROMPT: "mine"} == learner.split.versions["production"]
+
+
+async def hosted(customers: Customers, *versions: str, **problems: str) -> None:
+    """Record what a host serves."""
+    record = HostedVersions(models=dict(zip(versions, versions, strict=True)), problems=problems)
+    await HOSTED.add(customers.store, {PROMPT: record})
+
+
+@pytest.mark.parametrize("given", [{}, {"tasks": 0}, {"approve": "person"}])
+def test_canary_of_weights_waits_until_they_are_hosted(given: dict[str, Any]) -> None:
+    customers = serving({"old": 0.3, "new": 0.8}, proposes="new", **given)
+    customers.weights = (PROMPT,)
+
+    async def work() -> list[set[str]]:
+        learner = await customers.open("old")
+        await hosted(customers, "old")
+        control = LearnerControl(approved=["c1"])
+        await customers.store.save_state(learner.records.control.states({"": control}))
+        await customers.serve(300)
+        before = set(learner.split.versions)
+        await hosted(customers, "old", "new")
+        await customers.serve(5)
+        return [before, set(learner.split.versions)]
+
+    assert [{"production"}, {"production", "candidate"}] == asyncio.run(work())
+    assert ["c1 waits until agl learn host serves prompt@new"] == [
+        line for line in customers.said if "waits until" in line
+    ]
+
+
+@pytest.mark.parametrize(("stage", "end"), [("replay", "refused"), ("canary", "withdrawn"), ("watch", "rolled back")])
+def test_candidate_whose_weights_are_lost_ends(stage: str, end: str) -> None:
+    customers = serving({"old": 0.3, "new": 0.8}, proposes="new")
+    customers.weights = (PROMPT,)
+
+    async def work() -> Learner:
+        learner = await customers.open("old")
+        await hosted(customers, "old", *(["new"] if stage != "replay" else []))
+        await customers.serve(600, until=lambda: any(f"c1: {stage}" in line for line in customers.said))
+        await hosted(customers, "old", new="its files are gone")
+        await customers.serve(1)
+        return learner
+
+    learner = asyncio.run(work())
+
+    assert [stage, end] == stages(customers)[-2:]
+    assert ({"production": 1.0}, {PROMPT: "old"}) == (learner.split.shares, learner.split.versions["production"])
+    assert any("prompt@new cannot be served: its files are gone" in line for line in customers.said)
 
 
 def test_second_learner_of_a_store_is_refused() -> None:

@@ -12,11 +12,12 @@ import pytest
 
 from agl.contracts import RolloutQuery
 from agl.schemas import LLM, Episode, ResourceVersion, Rollout
+from agl.stores import read_recordings
 from agl_inspect.records.learning import GateRules, LearningCandidate, ReplayPair
 from agl_inspect.records.splits import SERVED, ServedSplit
 from agl_learn.replay import TrialReplayer, batches, pair_of
 from agl_learn.settings import LearnerFile
-from agl_testing.model_server import ScriptedModelServer
+from agl_testing.model_server import Reply, ScriptedModelServer
 
 from .conftest import POLITE, UseLearner, conversation, publish, run_with
 
@@ -139,3 +140,40 @@ def test_batches_grow_up_to_a_limit() -> None:
 
     assert [8, 16, 32, 64, 64] == [len(batch) for batch in islice(batches(tasks), 5)]
     assert list(tasks) == [task for batch in batches(tasks) for task in batch]
+
+
+DRAFTING = """
+from openai import AsyncOpenAI
+
+async def solve(task, llm, prompt):
+    async with AsyncOpenAI(base_url=llm.endpoint, api_key="k", max_retries=0) as client:
+        draft = await ask(client, llm, "Draft an answer: " + task["question"])
+        return await ask(client, llm, prompt.format(question=draft))
+
+async def ask(client, llm, text):
+    answer = await client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": text}])
+    return answer.choices[0].message.content
+
+def wish(rollout, spans):
+    return 1.0
+"""
+
+
+def test_calls_that_a_prompt_does_not_change_share_their_answers(folder: Path, server: ScriptedModelServer) -> None:
+    (folder / "learn_agent.py").write_text(DRAFTING, encoding="utf-8")
+    server.respond_with(lambda request: Reply(text=f"answer {request.index}"))
+
+    async def work(file: LearnerFile) -> list[list[str]]:
+        return [[await draft_of(file, each) for each in pair.rollouts] for pair in await replay(file)]
+
+    drafts: list[list[str]] = asyncio.run(run_with(folder, work, url="memory://"))
+
+    assert 10 * (3 + 2) == len(server.calls)
+    assert all(old == new != control for old, new, control in drafts)
+    assert 20 == len({draft for pair in drafts for draft in pair})
+
+
+async def draft_of(file: LearnerFile, rollout_id: str) -> str:
+    """Return the answer to the first call of a rollout."""
+    (recording,) = [each async for each in read_recordings(file.store, RolloutQuery(ids=(rollout_id,)))]
+    return next(str(span.call.response["choices"][0]["message"]["content"]) for span in recording.spans if span.call)

@@ -45,10 +45,11 @@ def test_learner_of_refuses_a_resource_that_no_algorithm_tunes() -> None:
         learner_of(parse_config(file_with(support={"tunes": "promt"})))
 
 
-def test_learner_of_refuses_a_policy() -> None:
-    policy = {"small": {"use": "openai", "model": "m"}}
-    with pytest.raises(ConfigError, match="tunes has the policy 'small', and a learner tunes only texts"):
-        learner_of(parse_config({**file_with(support={"tunes": "small"}), "policy": policy}))
+def test_learner_of_refuses_a_second_policy() -> None:
+    policies = {"policy": {name: {"use": "torch", "model": "m"} for name in ("small", "large")}}
+    given = {**file_with(support={"tunes": ["small", "large"]}), **policies}
+    with pytest.raises(ConfigError, match="tunes has the policies small, large; a learner tunes at most one"):
+        learner_of(parse_config(given))
 
 
 @pytest.mark.parametrize("learners", [{}, {"one": {"tunes": "prompt"}, "two": {"tunes": "prompt"}}])

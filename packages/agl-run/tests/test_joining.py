@@ -18,8 +18,8 @@ from agl import PluginManager
 from agl._entries import RewardEntry
 from agl.algorithms import ComponentConfig
 from agl.contracts import Presence, RewardSetup, Store, Upstream
-from agl.errors import ConfigError, NotFoundError, UnknownComponentError
-from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Rollout
+from agl.errors import ConfigError, NotFoundError, PolicyError, UnknownComponentError
+from agl.schemas import LLM, JsonResource, Mode, PromptTemplate, ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
 from agl.urls import without_credentials
 from agl_inspect.ownership import Ownership
@@ -304,6 +304,31 @@ def test_pinned_versions_are_read_from_the_store_and_others_are_live() -> None:
         assert {"prompt": PromptTemplate(template="one"), "limit": 3, "main": llm} == pinned
         with pytest.raises(NotFoundError):
             await resources.for_rollout(Rollout(rollout_id="r", task={}, resources={"prompt": "9"}))
+        await store.close()
+
+    asyncio.run(work())
+
+
+def test_test_rollout_gets_the_very_version_of_a_policy_or_an_error() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        versions = ("1", "2", "3")
+        await store.publish([ResourceVersion(name="main", version=v, resource=Weights(uri=v)) for v in versions])
+
+        async def live() -> dict[str, str]:
+            return {"main": "1"}
+
+        first, second = LLM(model="small"), LLM(model="small@2")
+        resources = PinnedResources(store, {"main": first, "main@2": second}, live=live)
+
+        async def given(version: str, mode: Mode) -> object:
+            pins = {"main": version}
+            return (await resources.for_rollout(Rollout(rollout_id="r", task={}, mode=mode, resources=pins)))["main"]
+
+        assert [first, second] == [await given("1", "test"), await given("2", "test")]
+        with pytest.raises(PolicyError, match="policy 'main' does not serve 3, to which the rollout is pinned"):
+            await given("3", "test")
+        assert first == await given("3", "train")  # the weights have changed since it was queued
         await store.close()
 
     asyncio.run(work())

@@ -18,6 +18,7 @@ from agl.errors import ConfigError, PolicyError
 from agl.schemas import PromptTemplate, Weights
 from agl_inspect.terminal.program import cli
 from agl_testing.conformance import PluginConformance
+from agl_vllm.client import ServerClient
 from agl_vllm.policy import VLLMPolicy
 from agl_vllm.server import LaunchSettings, LocalServer
 from agl_vllm.settings import VllmSettings
@@ -97,6 +98,27 @@ def test_an_adapter_is_loaded_in_place_between_answers_and_named(base, make_weig
     body = {"lora_name": "main_llm-adapter", "lora_path": second.uri, "load_inplace": True}
     assert body == found["bodies"][ASKED_AT_START + 6]
     assert "main_llm-adapter" == found["bodies"][-1]["model"]
+
+
+def test_several_versions_are_served_at_once_as_adapters(base, make_weights):
+    first = make_weights("a1", shift=0.25, base=base)
+    second = make_weights("a2", shift=0.75, base=base)
+    policy = started(base, lora_rank=4)
+
+    async def act(served):
+        versions = [published(policy.resource(), "v0"), published(first, "v1"), published(second, "v2")]
+        found = await policy.serve_versions(versions)
+        names = {"v0": "main_llm", "v1": "main_llm@v1", "v2": "main_llm@v2"}
+        assert names == {version: each.model for version, each in found.items()}
+        client = ServerClient(served.base_urls[0], key="", timeout_s=10)
+        scores = [(await client.score([1, 2], model=name))[0] for name in names.values()]
+        assert [0.25, 0.75] == pytest.approx([scores[0] - scores[1], scores[0] - scores[2]])
+        await policy.serve_versions(versions[:2])
+        assert ["main_llm", "main_llm@v1"] == await client.models()
+        with pytest.raises(PolicyError, match=r"v3 is not an adapter of .*only as adapters"):
+            await policy.serve_versions([published(make_weights("full", shift=0.5), "v3")])
+
+    run(policy, act)
 
 
 def test_calls_go_back_to_the_base_of_an_adapter_without_loading_it(base, make_weights):

@@ -35,7 +35,7 @@ def agl_stores() -> Iterable[StoreEntry]:
 
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
-    """Registers ``agl serve``, ``agl worker-token``, ``agl doctor`` and ``agl resources split``."""
+    """Registers ``agl serve``, ``agl worker-token``, ``agl doctor``, ``agl resources split`` and ``variant``."""
     yield CommandEntry(
         name="serve", factory="agl_gateway.cli.serve:serve", summary="serve a store and a gateway to other processes"
     )
@@ -52,4 +52,10 @@ def agl_commands() -> Iterable[CommandEntry]:
         parent="resources",
         factory="agl_gateway.cli.split:split_",
         summary="Report the rewards of a serving split's arms.",
+    )
+    yield CommandEntry(
+        name="variant",
+        parent="resources",
+        factory="agl_gateway.cli.split:variant",
+        summary="Give one user or one agent a version of its own.",
     )

@@ -40,7 +40,7 @@ from agl_gateway.store_api.methods import StoreApi
 from agl_gateway.store_api.worker_reach import WorkerReach
 from agl_gateway.store_api.workers import WorkersApi
 from agl_gateway.traffic.api import END, RATE, RESOURCES, ConversationsApi, SplitApi
-from agl_gateway.traffic.arms import ArmRoutes, with_distinct_names
+from agl_gateway.traffic.arms import ArmRoutes, policy_of, with_distinct_names
 from agl_gateway.traffic.conversations import Conversations
 from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep
 from agl_gateway.traffic.splits import Splitter, check_labels, pins_of
@@ -70,8 +70,8 @@ class GatewayService:
         admin_key: A key with the rights of an admin token, or a function that returns such keys, one per line.
         client_key: A key that allows conversations and nothing else, or a function as for ``admin_key``; it turns
             conversations on.
-        arms: True to serve the split that the store holds, and to send the calls of rollouts in a split to the version
-            of their arm.
+        arms: True to serve the split that the store holds, and to send the calls of rollouts to the versions to which
+            they are pinned, as a gateway with several upstreams of one policy always does.
         split: A split to serve instead; turns ``arms`` and conversations on.
         certificate: Makes the gateway listen with TLS only.
         spools: Files for calls that the store does not take at once: the gateway's own first, then those of gateways
@@ -110,7 +110,9 @@ class GatewayService:
         self._splitter = Splitter(store, split) if arms or split is not None else None
         self._redaction = redaction or Redaction()
         self._outage = Outage(store, is_watched=bool(spools))
-        self._arms = ArmRoutes(store, self.router, outage=self._outage) if arms or split is not None else None
+        has_versions = any(policy_of(each.upstream) != name for name, each in self.router.targets.items())
+        has_arms = arms or split is not None or has_versions
+        self._arms = ArmRoutes(store, self.router, outage=self._outage) if has_arms else None
         self._queue = QueueLength(store)
         self.recorder = Recorder(
             store,

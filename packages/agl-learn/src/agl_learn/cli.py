@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from msgspec.structs import replace
@@ -28,12 +29,15 @@ from agl_inspect.records.learning import (
     ServedUnit,
     learners,
 )
-from agl_inspect.records.splits import SERVED, ServedSplit
+from agl_inspect.records.splits import SERVED, VARIANTS, ServedSplit, Variant
 from agl_inspect.stores import MEMORY, build_store, located
 from agl_inspect.terminal.opening import Reading, pass_manager, reads_store
 from agl_inspect.terminal.output import echo, print_table, when
 from agl_inspect.text import short, visible
 from agl_run.terminal import experiment_argument, read_experiment
+
+if TYPE_CHECKING:
+    from agl_learn.settings import LearnerFile
 
 _learner_option = click.option("--learner", metavar="NAME", help="The learner, if the store has several.")
 
@@ -71,23 +75,45 @@ def learn() -> None:
 @pass_manager
 def run_(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
     """Run the learner of FILE; agl learn FILE does the same."""
-    # Imported here, because the other commands need neither training nor replays.
     from agl_learn.service import run_learner
-    from agl_learn.settings import LearnerFile
     from agl_learn.training import NICE
-    from agl_run import learner_of
 
     if sys.platform != "win32":
         os.nice(NICE)
+    made = _learner_file(manager, file, settings)
+    asyncio.run(_until_stopped(made.store, lambda stopping: run_learner(made, say=_say, stopping=stopping)))
+    click.echo("stopped; the same command continues", err=True)
+
+
+@learn.command()
+@experiment_argument
+@click.option("--port", type=int, default=0, help="Port of the policy's server; 0 takes any free one.")
+@pass_manager
+def host(manager: PluginManager, file: Path, settings: tuple[str, ...], port: int) -> None:
+    """Serve the weights of the policy that the learner of FILE tunes.
+
+    All versions that the learner needs are served at once: those of the split, and the candidate's. Start it next to
+    agl serve, which gets its address as an upstream; it may be stopped and started at any time.
+    """
+    from agl_learn.host import run_host
+
+    made = _learner_file(manager, file, settings)
+    asyncio.run(_until_stopped(made.store, lambda stopping: run_host(made, port=port, say=_say, stopping=stopping)))
+
+
+def _learner_file(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> "LearnerFile":
+    """Open the learner of an experiment file; raises :class:`ConfigError` for a store in memory."""
+    # Imported here, because the other commands need neither training nor replays.
+    from agl_learn.settings import LearnerFile
+    from agl_run import learner_of
+
     config, plugins = read_experiment(file, settings, manager=manager)
     name, chosen = learner_of(config)
     folder = file.absolute().parent
     if config.experiment.store.startswith(MEMORY):
         raise ConfigError("a learner and its gateways share a store; set [experiment] store to a file or a server")
     store = build_store(plugins, located(config.experiment.store, folder))
-    made = LearnerFile(name=name, settings=chosen, config=config, folder=folder, manager=plugins, store=store)
-    asyncio.run(_until_stopped(store, lambda stopping: run_learner(made, say=_say, stopping=stopping)))
-    click.echo("stopped; the same command continues", err=True)
+    return LearnerFile(name=name, settings=chosen, config=config, folder=folder, manager=plugins, store=store)
 
 
 async def _until_stopped(store: Store, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
@@ -116,6 +142,7 @@ class Story(Record, frozen=True, kw_only=True, omit_defaults=False):
     state: LearnerState
     control: LearnerControl
     split: ServedSplit | None
+    variants: dict[str, Variant]
     candidates: list[LearningCandidate]
     decisions: list[Decision]
     progress: dict[str, str]
@@ -131,6 +158,7 @@ async def read_story(store: Store, name: str | None) -> Story:
         state=await records.state.get(store) or LearnerState(),
         control=await records.control.get(store) or LearnerControl(),
         split=await SERVED.get(store),
+        variants=await VARIANTS.read(store),
         candidates=sorted(candidates.values(), key=lambda each: each.number),
         decisions=sorted((await records.decisions.read(store)).values(), key=lambda each: each.at),
         progress={each.id: await _progress(store, records, each) for each in running},
@@ -176,6 +204,8 @@ def _status_lines(story: Story) -> Iterator[str]:
     if story.split is not None:
         for arm, share in story.split.shares.items():
             yield f"  {share:.0%} {arm}: {_named(story.split.versions[arm])}"
+    for whose, own in story.variants.items():
+        yield f"  {short(whose)}: {_named(own.versions)}"
     for each in story.candidates:
         if each.stage not in FINAL:
             yield f"{each.id} ({_named(each.versions)}) {each.stage}: {each.moves[-1].reason}"

@@ -43,7 +43,7 @@ from agl_inspect.records.learning import (
     Stage,
     entry_name,
 )
-from agl_inspect.records.splits import SERVED, Pins, ServedSplit
+from agl_inspect.records.splits import HOSTED, SERVED, HostedVersions, Pins, ServedSplit
 from agl_learn.contracts import Conversation, Proposal, Proposer, Replayer, Traffic
 from agl_learn.fall import FallDetector
 from agl_learn.users import limit_per_user
@@ -101,6 +101,7 @@ class Learner:
         settings: The learner's settings.
         settle_s: Seconds that feedback may take, and the window in which the conversations of a unit count.
         parts: The parts around it.
+        weights: The resources in ``settings.tunes`` that are weights, which a host has to serve.
 
     Attributes:
         state: The state as saved.
@@ -110,8 +111,18 @@ class Learner:
     state: LearnerState
     split: ServedSplit
 
-    def __init__(self, store: Store, *, name: str, settings: LearnSettings, settle_s: float, parts: Parts) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str,
+        settings: LearnSettings,
+        settle_s: float,
+        parts: Parts,
+        weights: Sequence[str] = (),
+    ) -> None:
         self._store, self._settings, self._settle_s, self._parts = store, settings, settle_s, parts
+        self._weights, self._awaited = weights, ""
         self.records = LearningRecords(name)
         self._ways: dict[str, Way] = {}
         self._work: asyncio.Task[None] | None = None
@@ -167,6 +178,7 @@ class Learner:
         control = await self.records.control.get(self._store) or LearnerControl()
         await self._follow_labels()
         await self._obey(control)
+        await self._end_unservable()
         await self._count_settled(control)
         await self._advance(control)
         await self._follow_labels()
@@ -222,6 +234,7 @@ class Learner:
             return
         found = self.state.open.get(unit)
         if found is None or found.candidate != way.candidate.id:
+            self.state.open.pop(unit, None)  # units stay in the order in which they began
             found = self._opened(unit, conversation, way.candidate)
         if found.is_new != serves(conversation, way.candidate.versions):
             return  # the unit changed its arm when the share grew, and only its first arm counts
@@ -232,7 +245,8 @@ class Learner:
             guards=guards,
             rollouts=[*found.rollouts, conversation.rollout_id],
         )
-        self._set(replace(self.state, open={**self.state.open, unit: added}))
+        self.state.open[unit] = added
+        self._set(self.state)
 
     def _look_for_fall(self, conversation: Conversation) -> None:
         """Notice that the rewards of the served versions have fallen."""
@@ -272,9 +286,9 @@ class Learner:
 
     def _close_units(self, until: float) -> None:
         """Count the units whose window has ended: a unit enters once, with the means of its window."""
-        over = [unit for unit, found in self.state.open.items() if found.at + self._settle_s <= until]
-        for unit in over:
-            found = self.state.open[unit]
+        while self.state.open and next(iter(self.state.open.values())).at + self._settle_s <= until:
+            found = self.state.open.pop(next(iter(self.state.open)))
+            self._set(self.state)
             n = len(found.rollouts)
             means = replace(
                 found, reward=found.reward / n, guards={name: total / n for name, total in found.guards.items()}
@@ -283,8 +297,6 @@ class Learner:
             if way is not None:
                 number = way.add_unit(means)
                 self._unsaved |= self.records.units(found.candidate).states({entry_name(number): means})
-        if over:
-            self._set(replace(self.state, open={u: f for u, f in self.state.open.items() if u not in over}))
 
     # Candidates that are served
 
@@ -380,7 +392,7 @@ class Learner:
             return
         elif way.stage == "replay":
             await self._continue_replay(way)
-        elif way.stage == "approval" and way.candidate.id in control.approved:
+        elif way.stage == "approval" and way.candidate.id in control.approved and await self._is_hosted(way):
             await self._begin_canary(way, "a person approved it")
 
     async def _obey(self, control: LearnerControl) -> None:
@@ -390,6 +402,32 @@ class Learner:
             if reason is not None and way.candidate.id in self._ways:
                 self._end(way, self._last_stage(way), f"rejected by a person: {reason}")
         await self._save()
+
+    async def _end_unservable(self) -> None:
+        """End the candidates whose weights the host cannot serve, such as after a loss of their files."""
+        for way in list(self._ways.values()):
+            for name, version in self._weights_of(way).items():
+                problem = (await self._hosted(name)).problems.get(version)
+                if problem and way.candidate.id in self._ways:
+                    stage = "refused" if way.stage in ("replay", "approval") else self._last_stage(way)
+                    self._end(way, stage, f"{name}@{version} cannot be served: {problem}")
+        await self._save()
+
+    async def _is_hosted(self, way: Way) -> bool:
+        """Return whether the candidate's weights are served; the canary waits for that."""
+        for name, version in self._weights_of(way).items():
+            if version not in (await self._hosted(name)).models:
+                if self._awaited != way.candidate.id:
+                    self._awaited = way.candidate.id
+                    self._parts.say(f"{way.candidate.id} waits until agl learn host serves {name}@{version}")
+                return False
+        return True
+
+    def _weights_of(self, way: Way) -> dict[str, str]:
+        return {name: version for name, version in way.candidate.versions.items() if name in self._weights}
+
+    async def _hosted(self, name: str) -> HostedVersions:
+        return await HOSTED.get(self._store, name) or HostedVersions(models={})
 
     def _last_stage(self, way: Way) -> Stage:
         return "rolled back" if way.candidate.id == self.state.watched else "withdrawn"
@@ -553,10 +591,13 @@ class Learner:
 
     async def _leave_replay(self, way: Way, *, reason: str = "") -> None:
         gate = way.replay["replay"]
+        obstacle = "" if reason else harm_in(way.replay) or way.obstacle or doubt(gate)
+        if not obstacle and not await self._is_hosted(way):
+            return
         for name, found in way.replay.items():
             if found.count:
                 self._decide(way, name)
-        if not reason and (obstacle := harm_in(way.replay) or way.obstacle or doubt(gate)):
+        if obstacle:
             self._end(way, "refused", obstacle)
         elif self._settings.gate.approve == "person":
             self._enter(way, "approval", share=0.0, reason=f"waits for: agl learn approve {way.candidate.id}")

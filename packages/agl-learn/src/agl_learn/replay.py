@@ -2,16 +2,25 @@
 
 The rollouts are recorded as the experiment ``NAME-replay-CANDIDATE``. Their ids depend only on the candidate and on the
 conversation. So a replay that was killed finds the rollouts that have ended in the store, and runs the rest.
+
+A candidate that changes only prompts leaves many calls of a larger agent as they were. So one of the two rollouts runs
+first, and the other one gets the recorded answer to each call that it repeats exactly. The answer was drawn for the
+same request, so each rollout is as fair a sample as before; what they share adds no noise to their difference, and
+costs nothing. Half of the pairs begin with the old versions, half with the new ones. The control shares nothing.
 """
 
 import hashlib
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
-from agl.contracts import ExperimentRecord
+from msgspec import to_builtins
+from msgspec.structs import replace
+
+from agl.contracts import REPLAY, ExperimentRecord, ReplayPlan
 from agl.errors import RunError
-from agl.schemas import Episode, Json, Rollout, to_json
+from agl.schemas import Episode, Json, PromptTemplate, Rollout, to_json
 from agl_inspect.learning import REGRESSION
 from agl_inspect.records.learning import LearningCandidate, ReplayPair
 from agl_inspect.records.splits import SERVED
@@ -64,20 +73,30 @@ class TrialReplayer:
         await self._record(name, old)
         new = {**old, **candidate.versions}
         arms = [old, new, old] if self._file.settings.gate.replay.control else [old, new]
-        async with trial(plan, record_as=name, progress=Quiet(), live=old) as driver:
+        is_shared = await self._changes_only_prompts(candidate)
+        async with trial(plan, record_as=name, progress=Quiet(), live=old, arms=[new]) as driver:
             collector = driver.collector(REGRESSION, None)
             for batch in batches(tasks):
-                rollouts = [_rollouts(driver, each.key, each.task, arms, turn=n) for n, each in enumerate(batch)]
-                episodes = await collector.run([rollout for pair in rollouts for rollout in pair])
+                pairs = [_rollouts(driver, each, arms, is_shared=is_shared) for each in batch]
+                episodes = await collector.run([rollout for pair in pairs for rollout in pair.first])
+                episodes += await collector.run([rollout for pair in pairs for rollout in pair.second])
                 found = {episode.rollout.rollout_id: episode for episode in episodes}
                 if all(episode.rollout.status != "succeeded" for episode in episodes):
                     first = episodes[0].rollout.rollout_id
                     raise RunError(f"all {len(episodes)} rollouts of a batch failed; look at one: agl show {first}")
-                for task, pair in zip(batch, rollouts, strict=True):
-                    ids = sorted(rollout.rollout_id for rollout in pair)  # which sort by arm
-                    if all(found[each].rollout.status != "succeeded" for each in ids):
+                for task, pair in zip(batch, pairs, strict=True):
+                    if all(found[each].rollout.status != "succeeded" for each in pair.ids):
                         continue  # which says nothing about the versions
-                    yield pair_of([found[each] for each in ids], unit=task.unit, kind=task.kind)
+                    yield pair_of([found[each] for each in pair.ids], unit=task.unit, kind=task.kind)
+
+    async def _changes_only_prompts(self, candidate: LearningCandidate) -> bool:
+        """Return true if the candidate changes prompts only, whose texts are part of the requests.
+
+        Other weights answer the same request in another way, and a value may set what is not compared, such as the
+        temperature.
+        """
+        changed = [await self._file.store.resource(*each) for each in candidate.versions.items()]
+        return all(isinstance(each.resource, PromptTemplate) for each in changed)
 
     def _tasks(self, held_out: Sequence[Conversation]) -> Iterator[_Task]:
         for each in held_out:
@@ -128,11 +147,26 @@ def pair_of(episodes: Sequence[Episode], *, unit: str, kind: str) -> ReplayPair:
     )
 
 
-def _rollouts(driver: Driver, key: str, task: Json, arms: Sequence[dict[str, str]], *, turn: int) -> list[Rollout]:
-    """Return the rollouts of a pair; the arms take turns in coming first, as a server may become slower."""
-    rollouts = driver.collector(key, None).side_by_side([task], arms, n=1)
-    first = turn % len(arms)
-    return rollouts[first:] + rollouts[:first]
+class _Pair(NamedTuple):
+    """The rollouts of a task: their ids by arm, those that run first, and the one that gets answers from those."""
+
+    ids: list[str]
+    first: list[Rollout]
+    second: list[Rollout]
+
+
+def _rollouts(driver: Driver, task: _Task, arms: Sequence[dict[str, str]], *, is_shared: bool) -> _Pair:
+    """Return the rollouts of a pair; either arm comes first in about half of the pairs, as a server may become slower.
+
+    The task decides which one, so that a restart makes the same rollouts.
+    """
+    old, new, *control = rollouts = driver.collector(task.key, None).side_by_side([task.task], arms, n=1)
+    ids = [each.rollout_id for each in rollouts]
+    leader, follower = (old, new) if int(task.key, 16) % 2 else (new, old)
+    if not is_shared:
+        return _Pair(ids, [leader, follower, *control], [])
+    plan = to_builtins(ReplayPlan(rollout_id=leader.rollout_id))
+    return _Pair(ids, [leader, *control], [replace(follower, metadata={**follower.metadata, REPLAY: plan})])
 
 
 def _digest(value: Json) -> str:

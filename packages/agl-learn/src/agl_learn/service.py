@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from agl.schemas import PromptTemplate, Resource, ResourceVersion
 from agl_inspect.ownership import Ownership
 from agl_inspect.records.labels import labelled
 from agl_inspect.retention import parse_duration
+from agl_learn.host import policy_of
 from agl_learn.learner import Learner, Parts
 from agl_learn.replay import TrialReplayer
 from agl_learn.settings import LearnerFile
@@ -35,6 +36,7 @@ async def run_learner(file: LearnerFile, *, say: Callable[[str], None], stopping
     settle_s = parse_duration(file.settings.settle)
     algorithms = file.config.algorithm
     await check_algorithms(file.plan(file.experiment(file.name, algorithms=algorithms), train=[], val=[]))
+    initial = await asyncio.to_thread(_initial_weights, file)
     parts = Parts(
         traffic=await traffic_of(file),
         proposer=TrainerProposer(file),
@@ -47,23 +49,39 @@ async def run_learner(file: LearnerFile, *, say: Callable[[str], None], stopping
     lock = ExperimentLock(workdir)  # of this machine; the lease keeps out learners elsewhere
     lock.acquire()
     try:
-        await _work(file, parts, settle_s=settle_s, workdir=workdir, stopping=stopping)
+        await _work(file, parts, settle_s=settle_s, workdir=workdir, initial=initial, stopping=stopping)
     finally:
         lock.release()
 
 
-async def _work(file: LearnerFile, parts: Parts, *, settle_s: float, workdir: Path, stopping: asyncio.Event) -> None:
+async def _work(
+    file: LearnerFile,
+    parts: Parts,
+    *,
+    settle_s: float,
+    workdir: Path,
+    initial: Mapping[str, Resource],
+    stopping: asyncio.Event,
+) -> None:
     """Take the learner's lease, and let the learner work."""
     say, own = parts.say, Ownership(file.store, f"learner-{file.name}", workdir=workdir, title=f"learner {file.name!r}")
     async with own:
-        learner = Learner(own.store, name=file.name, settings=file.settings, settle_s=settle_s, parts=parts)
-        await learner.start(versions=await first_versions(file))
+        learner = Learner(
+            own.store, name=file.name, settings=file.settings, settle_s=settle_s, parts=parts, weights=tuple(initial)
+        )
+        await learner.start(versions=await first_versions(file, initial))
         served = ", ".join(f"{name}@{version}" for name, version in learner.split.versions[file.settings.label].items())
         say(f"learning as {file.name!r}; {file.settings.label} is {served}")
         try:
             await _tick(learner, say=say, stopping=stopping, every_s=min(max(settle_s / 4, 0.2), SLOWEST_S))
         finally:
             await learner.stop()
+
+
+def _initial_weights(file: LearnerFile) -> dict[str, Resource]:
+    """Return the tuned policy's own weights by its name; raises as `policy_of`. The policy is not started."""
+    policy = policy_of(file)
+    return {} if policy is None else {file.tuned_policy: policy.resource()}
 
 
 async def _tick(learner: Learner, *, say: Callable[[str], None], stopping: asyncio.Event, every_s: float) -> None:
@@ -84,20 +102,21 @@ async def _tick(learner: Learner, *, say: Callable[[str], None], stopping: async
                 await stopping.wait()
 
 
-async def first_versions(file: LearnerFile) -> dict[str, str]:
+async def first_versions(file: LearnerFile, initial: Mapping[str, Resource]) -> dict[str, str]:
     """Return the version of each tuned resource from which the learner starts.
 
-    That is the version with the learner's label, or else the newest one, or else the text in the file, which is
-    published.
+    That is the version with the learner's label, or else the newest one, or else what the file says, which is
+    published: the policy's ``initial`` weights, or the text.
     """
-    return {name: await _first_version(file, name) for name in file.settings.tunes}
+    return {name: await _first_version(file, name, initial.get(name)) for name in file.settings.tunes}
 
 
-async def _first_version(file: LearnerFile, name: str) -> str:
+async def _first_version(file: LearnerFile, name: str, initial: Resource | None) -> str:
     found = await labelled(file.store, name, file.settings.label) or await _newest(file.store, name)
     if found is not None:
         return found.version
-    version = ResourceVersion(name=name, version=f"{file.name}-{name}-initial", resource=_written(file.config, name))
+    resource = initial or _written(file.config, name)
+    version = ResourceVersion(name=name, version=f"{file.name}-{name}-initial", resource=resource)
     await file.store.publish([version])
     return version.version
 

@@ -40,6 +40,11 @@ class LearnerFile:
         """The learner's records in the store."""
         return LearningRecords(self.name)
 
+    @property
+    def tuned_policy(self) -> str:
+        """The policy whose weights the learner tunes; ``""`` if it tunes texts only."""
+        return next((name for name in self.settings.tunes if name in self.config.policy), "")
+
     def experiment(self, name: str, *, algorithms: Sequence[AlgorithmConfig] = ()) -> ExperimentConfig:
         """Return the experiment under another name, without its tasks, and with these algorithms only."""
         section = msgspec.structs.replace(self.config.experiment, name=name, train="", val="")

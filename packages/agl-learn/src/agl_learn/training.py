@@ -26,7 +26,7 @@ import msgspec
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.contracts import ExperimentRecord
 from agl.errors import AglError, ConfigError, NotFoundError, RunError, StoreError
-from agl.schemas import Json, Record, Resource, to_json
+from agl.schemas import Json, Record, Resource, Weights, to_json
 from agl_inspect.records.learning import LearningRound, entry_name
 from agl_inspect.records.state import load_experiment
 from agl_learn.contracts import Conversation, Proposal
@@ -224,6 +224,8 @@ def _refusal_of(new: Resource, old: Resource) -> str:
     """Return why a resource may not replace the served one, from their kinds, sizes and placeholders."""
     if type(new) is not type(old):
         return f"it is a {type(new).__name__}, and the served version is a {type(old).__name__}"
+    if isinstance(new, Weights) and isinstance(old, Weights):
+        return _refusal_of_weights(new, old)
     if not isinstance(new, TextResource) or not isinstance(old, TextResource):
         return ""
     text, most = text_of(new), max(LONGEST, GROWTH * len(text_of(old)))
@@ -233,6 +235,16 @@ def _refusal_of(new: Resource, old: Resource) -> str:
         with_text(old, text)
     except ConfigError as error:
         return str(error)
+    return ""
+
+
+def _refusal_of_weights(new: Weights, old: Weights) -> str:
+    path = Path(new.uri)
+    if path.is_absolute() and not path.is_dir():
+        return f"its files are no longer in {path}"
+    base = old.base_model or old.uri
+    if new.format == "lora" and new.base_model != base:
+        return f"it is an adapter of {new.base_model}, and the served weights begin at {base}"
     return ""
 
 

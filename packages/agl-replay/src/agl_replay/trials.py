@@ -80,7 +80,9 @@ async def try_versions(plan: Plan, contest: Contest, *, progress: Progress, foun
     New versions are published; nothing else in the experiment changes.
     """
     live = {contest.name: contest.present} if contest.present else {}
-    async with trial(plan, record_as=f"{plan.name}{PROMPT_TRIAL}", progress=progress, live=live) as driver:
+    arms = [{contest.name: version.version} for version in contest.versions if version is not None]
+    name = f"{plan.name}{PROMPT_TRIAL}"
+    async with trial(plan, record_as=name, progress=progress, live=live, arms=arms) as driver:
         found.versions = [await _published(driver, contest.name, version) for version in contest.versions]
         collector = driver.collector(f"try-{time.time_ns() // 1_000_000}", None)
         arms = [{contest.name: version.version} for version in found.versions]

@@ -199,6 +199,10 @@ class ServerClient:
         body = {"lora_name": name, "lora_path": path, "load_inplace": True}
         await self._call("POST", f"{self.base_url}/load_lora_adapter", body)
 
+    async def unload_adapter(self, name: str) -> None:
+        """Stop serving the adapter that was loaded as the model ``name``."""
+        await self._call("POST", f"{self.base_url}/unload_lora_adapter", {"lora_name": name})
+
     async def _call(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> Any:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=10)
         try:

@@ -20,7 +20,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,6 +97,7 @@ class VLLMPolicy:
         self._is_well = self._can_sleep = False
         self._base_name = self._served = self._settings.served_model or name
         self._full = self._initial = Weights(uri=self._settings.model)
+        self._beside: set[str] = set()  # adapters of further versions, by their names
         self._initial_probe: WeightsProbe | None = None
         self._live: Weights | None = self._full  # what the servers have; unknown while and after an update failed
 
@@ -150,15 +151,59 @@ class VLLMPolicy:
             PolicyError: The resource holds no weights, or an adapter that the servers were not started for; or a server
                 refuses the weights, or serves others afterwards (the message gives both log-probabilities).
         """
-        weights = version.resource
-        if not isinstance(weights, Weights):
-            raise PolicyError(
-                f"policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
-                f"{type(weights).__name__}; let an algorithm that trains weights tune it"
-            )
+        weights = self._weights_of(version)
         if weights != self._live:
             await self._sync(weights, version.version)
         return self._serving(version.version)
+
+    def _weights_of(self, version: ResourceVersion) -> Weights:
+        if not isinstance(version.resource, Weights):
+            raise PolicyError(
+                f"policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
+                f"{type(version.resource).__name__}; let an algorithm that trains weights tune it"
+            )
+        return version.resource
+
+    async def serve_versions(self, versions: Sequence[ResourceVersion]) -> Mapping[str, ServedModel]:
+        """Serve exactly these versions in addition to the weights of `load`, adapters under names of their own.
+
+        Adapters that a server has lost, because it was started again, are loaded again.
+
+        Raises:
+            PolicyError: A version is neither an adapter of the servers' full weights nor these weights, or a server
+                refuses it or serves other weights afterwards.
+        """
+        models = [self._model_of(each) for each in versions]
+        wanted = {model: each for model, each in zip(models, versions, strict=True) if model != self._base_name}
+        await self._each(lambda client: self._serve_beside(client, wanted))
+        self._beside = set(wanted)
+        return {
+            each.version: msgspec.structs.replace(self._serving(each.version), model=model)
+            for model, each in zip(models, versions, strict=True)
+        }
+
+    def _model_of(self, version: ResourceVersion) -> str:
+        weights = self._weights_of(version)
+        if weights == self._full:
+            return self._base_name
+        if weights.format != "lora" or weights.base_model != self._full.uri:
+            raise PolicyError(
+                f"policy {self.name!r}: {version.version} is not an adapter of {self._full.uri}, and vLLM serves "
+                'several versions only as adapters; train with lora, or set use = "torch"'
+            )
+        self._require_rank(weights, version.version)
+        return f"{self._base_name}@{version.version}"
+
+    async def _serve_beside(self, client: ServerClient, wanted: Mapping[str, ResourceVersion]) -> None:
+        there = set(await client.models())
+        for name in (self._beside & there) - wanted.keys():
+            await client.unload_adapter(name)
+        for name in wanted.keys() - there:
+            weights = self._weights_of(wanted[name])
+            await load_adapter(client, weights, name=name)
+            if self._settings.probe:
+                how: dict[str, Any] = {"name": self.name, "model": name, "version": wanted[name].version}
+                await check_served(client, probe_of(weights, name=self.name), tolerance=self._tolerance(), **how)
 
     def _serving(self, version: str) -> ServedModel:
         return ServedModel(

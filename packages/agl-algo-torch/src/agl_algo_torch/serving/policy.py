@@ -1,7 +1,8 @@
 """The embedded policy: a model, its engine and its server, in this process and on a free local port.
 
 The policy serves a copy of the model, so training may change its own weights while requests run. `publish` (weights in
-memory) and `load` (weights on disk, or offered from memory) update the copy between two tokens. The server runs on its
+memory) and `load` (weights on disk, or offered from memory) update the copy between two tokens. `serve_versions` adds
+further versions, each under a model name of its own. The server runs on its
 own event loop in its own thread, so a training step that blocks the caller's loop delays no answer.
 
 Limit: Python threads share one interpreter, so a busy agent in the same process slows the engine.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from aiohttp import web
+from msgspec.structs import replace
 
 from agl.contracts import POLICY_KEY_ENV, ServedModel
 from agl.errors import ConfigError, PolicyError
@@ -35,7 +37,7 @@ from agl_algo_torch.serving.toolcalls import read_format
 from agl_algo_torch.serving.weight_swap import ServedWeights, Swap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -117,6 +119,7 @@ class TorchPolicy:
         self._offered: tuple[Weights, LoadedModel | Mapping[str, Tensor] | HeldAdapter] | None = None
         limits = EngineSettings(max_rows=max_rows, max_waiting=max_waiting, prefix_bytes=prefix_mb * 2**20, seed=seed)
         self._engine = Engine(loaded.model, settings=limits)
+        self._engines = {self.model_name: self._engine}  # by the name of the model in requests
         self._thread: ServerThread | None = None
         self._base_url = ""
         if threads:
@@ -163,7 +166,7 @@ class TorchPolicy:
         context_length = self._settings.context_length or config.get_text_config().max_position_embeddings
         builder = PromptBuilder(codec, context_length=context_length)
         return PolicyServer(
-            engine=self._engine,
+            engines=self._engines,
             codec=codec,
             prompts=PromptThreads(builder, limit_s=self._settings.prompt_s),
             key=_key(),
@@ -177,7 +180,8 @@ class TorchPolicy:
 
     async def stop(self) -> None:
         """Stop the engine, answer requests that still run with 503, and close the port; idempotent."""
-        await asyncio.to_thread(self._engine.stop)
+        for engine in list(self._engines.values()):
+            await asyncio.to_thread(engine.stop)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.stop)
             self._thread, self._base_url = None, ""
@@ -196,12 +200,7 @@ class TorchPolicy:
 
         Returns when they are live. Raises ConfigError if the resource is not weights, or if they do not fit the model.
         """
-        weights = version.resource
-        if not isinstance(weights, Weights):
-            raise ConfigError(
-                f"The policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
-                f"{type(weights).__name__}. Let an algorithm that trains weights tune it."
-            )
+        weights = self._weights_of(version)
         async with self._swapping:
             offered, self._offered = self._offered, None
             if offered is not None and offered[0] == weights:
@@ -210,6 +209,38 @@ class TorchPolicy:
                 swap = await asyncio.to_thread(self._weights.read, weights)
             await self._swap(swap, version.version)
         return self._served()
+
+    def _weights_of(self, version: ResourceVersion) -> Weights:
+        if not isinstance(version.resource, Weights):
+            raise ConfigError(
+                f"The policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
+                f"{type(version.resource).__name__}. Let an algorithm that trains weights tune it."
+            )
+        return version.resource
+
+    async def serve_versions(self, versions: Sequence[ResourceVersion]) -> Mapping[str, ServedModel]:
+        """Serve exactly these versions in addition to the weights of `load`, each with an engine of its own.
+
+        A LoRA version takes the memory of its adapter while its base is the policy's model, and other weights that of a
+        model. Requests that run on a version when it is unloaded have `drain_s` seconds to finish.
+        Raises ConfigError if weights cannot be read or do not fit.
+        """
+        names = {f"{self.model_name}@{each.version}": each for each in versions}
+        async with self._swapping:
+            for name in self._engines.keys() - names.keys() - {self.model_name}:
+                await self._retire(self._engines.pop(name))
+            for name in names.keys() - self._engines.keys():
+                weights = await asyncio.to_thread(self._weights.beside, self._weights_of(names[name]))
+                engine = Engine(weights.model, version=names[name].version, settings=self._engine.settings)
+                engine.start()
+                self._engines[name] = engine
+        served = self._served()
+        return {each.version: replace(served, model=name, version=each.version) for name, each in names.items()}
+
+    async def _retire(self, engine: Engine) -> None:
+        drained = engine.swap(lambda _: None, version=engine.version, drain_s=self._settings.drain_s)
+        await asyncio.wrap_future(drained)
+        await asyncio.to_thread(engine.stop)
 
     def _served(self) -> ServedModel:
         return ServedModel(

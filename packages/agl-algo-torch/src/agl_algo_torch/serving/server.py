@@ -1,7 +1,7 @@
-"""Serves the OpenAI-compatible endpoints over an engine: chat completions, completions, models and health.
+"""Serves the OpenAI-compatible endpoints over engines: chat completions, completions, models and health.
 
-A request becomes one or more sequences of the engine; their tokens come back through a queue. If the handler ends
-early, mostly because the client has disconnected, sequences that still run are cancelled.
+A request becomes one or more sequences of the engine of its model; their tokens come back through a queue. If the
+handler ends early, mostly because the client has disconnected, sequences that still run are cancelled.
 
 Answers name the model version: in the body (`model_version`, see `writers`), and in the header `x-agl-model-version`.
 The header has the version of the first token for a stream, and that of the last token for a whole answer.
@@ -40,7 +40,7 @@ from agl_algo_torch.serving.wire import (
 from agl_algo_torch.serving.writers import AnswerHead, AnswerWriter, ChatWriter, CompletionWriter, new_id
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from agl_algo_torch.serving.codec import TextCodec
     from agl_algo_torch.serving.engine import Engine
@@ -84,19 +84,23 @@ class PolicyServerSettings:
 
 
 class PolicyServer:
-    """The request handlers of one model; all run on one event loop."""
+    """The request handlers of one model; all run on one event loop.
+
+    `engines` has the engine of each version of the weights by the name of its model in requests, and may change.
+    """
 
     def __init__(
         self,
         *,
-        engine: Engine,
+        engines: Mapping[str, Engine],
         codec: TextCodec,
         prompts: PromptThreads,
         answers: AnswerFormat,
         settings: PolicyServerSettings,
         key: str,
     ) -> None:
-        self._engine, self._codec, self._prompts = engine, codec, prompts
+        self._engines, self._codec, self._prompts = engines, codec, prompts
+        self._engine = engines[settings.model_name]
         self._answers, self._settings = answers, settings
         self._key = key.encode()
         self._largest_chat = 2**20 + _BODY_PER_TOKEN * settings.context_length
@@ -137,8 +141,9 @@ class PolicyServer:
         return await handler(request)
 
     async def _models(self, _request: web.Request) -> web.Response:
-        model = {"id": self._settings.model_name, "object": "model", "created": self._created, "owned_by": "agl"}
-        return json_response({"object": "list", "data": [model | {"max_model_len": self._settings.context_length}]})
+        limit, created = self._settings.context_length, self._created
+        model = {"object": "model", "created": created, "owned_by": "agl", "max_model_len": limit}
+        return json_response({"object": "list", "data": [{"id": name, **model} for name in list(self._engines)]})
 
     async def _health(self, _request: web.Request) -> web.Response:
         state = {"status": "ok", "model": self._settings.model_name, "model_version": self._engine.version}
@@ -161,9 +166,8 @@ class PolicyServer:
             stop_ids=stop_ids,
         )
         head = AnswerHead(id=new_id("chatcmpl"), model=body.model, created=int(time.time()), kind="chat")
-        return await serve(
-            request, self._call(body, head, writer, [prompt.ids], stop_ids, attempt=attempt), self._engine
-        )
+        call = self._call(body, head, writer, [prompt.ids], stop_ids, attempt=attempt)
+        return await serve(request, call, self._engine_of(body))
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
         """Return the tools to show in the prompt; raises WireError for a tool choice that cannot be enforced."""
@@ -211,7 +215,8 @@ class PolicyServer:
         scores = await self._scores(body, prompts)
         writer = CompletionWriter(body=body, prompts=prompts, codec=self._codec, stop_ids=stop_ids, scores=scores)
         head = AnswerHead(id=new_id("cmpl"), model=body.model, created=int(time.time()), kind="completions")
-        return await serve(request, self._call(body, head, writer, prompts, stop_ids, attempt=attempt), self._engine)
+        call = self._call(body, head, writer, prompts, stop_ids, attempt=attempt)
+        return await serve(request, call, self._engine_of(body))
 
     async def _scores(self, body: CompletionBody, prompts: Sequence[Sequence[int]]) -> list[list[float]] | None:
         """Return the log-probabilities of each prompt's tokens after the first; None if not requested."""
@@ -221,7 +226,7 @@ class PolicyServer:
             raise WireError("The parameter 'prompt_logprobs' goes with stream = false only.", param="prompt_logprobs")
         for prompt in prompts:
             self._max_tokens(len(prompt), body.limit)  # refuse a prompt that is too long before computing it
-        return [await asyncio.wrap_future(self._engine.score(prompt)) for prompt in prompts]
+        return [await asyncio.wrap_future(self._engine_of(body).score(prompt)) for prompt in prompts]
 
     async def _ids(self, prompt: str | list[int], *, attempt: str) -> tuple[int, ...]:
         ids = await self._prompts.encode(prompt, attempt=attempt) if isinstance(prompt, str) else prompt
@@ -243,14 +248,19 @@ class PolicyServer:
                 code="request_too_large",
             )
         body = seeded(read_body(data, kind), request.headers.get(_SEED_HEADER))
-        if body.model != self._settings.model_name:
+        self._engine_of(body)  # refuses a model that does not exist before its prompt is built
+        return body
+
+    def _engine_of(self, body: ChatBody | CompletionBody) -> Engine:
+        engine = self._engines.get(body.model)
+        if engine is None:
             raise WireError(
-                f"The model {body.model!r} does not exist here; this server has {self._settings.model_name!r}.",
+                f"The model {body.model!r} does not exist here; this server has {', '.join(map(repr, self._engines))}.",
                 status=404,
                 code="model_not_found",
                 param="model",
             )
-        return body
+        return engine
 
     def _stop_ids(self, body: ChatBody | CompletionBody) -> frozenset[int]:
         return frozenset(body.stop_token_ids) if body.ignore_eos else self._codec.stop_ids.union(body.stop_token_ids)

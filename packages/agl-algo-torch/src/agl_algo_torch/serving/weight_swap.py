@@ -7,6 +7,7 @@ of low-rank matrices for each of its layers (DoRA, trained biases, embeddings) i
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from agl_algo_torch.learner.weights import copy_into, misfits, read_weights
 from agl_objectives.adapters import HeldAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
     from torch.utils.hooks import RemovableHandle
@@ -82,6 +83,25 @@ class ServedWeights:
         self._merges = merges
         self._place = _place(loaded.name)
         self._added: list[RemovableHandle] = []
+        self._is_shared = False  # whether the memory of the base belongs to other models too
+
+    @property
+    def model(self) -> nn.Module:
+        """The served model."""
+        return self._model
+
+    def beside(self, weights: Weights) -> ServedWeights:
+        """Return a further model with the weights on disk; the two share the memory of the base while they can.
+
+        Raises as `read` does. Blocks.
+        """
+        shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self._model.parameters()}
+        other = copy.copy(self)
+        other._model, other._added = copy.deepcopy(self._model, cast("dict[int, Any]", shared)), []
+        self._is_shared = other._is_shared = True
+        if weights.format != "hf" or _place(weights.uri) != self._place:
+            other.apply(other.read(weights))
+        return other
 
     def read(self, weights: Weights) -> Swap:
         """Return the swap for weights on disk; raises ConfigError if they cannot be read or do not fit. Blocks."""
@@ -132,11 +152,18 @@ class ServedWeights:
         """Apply a swap to the model, which must not compute at the same time."""
         if swap.base:
             self._place = ""  # an error would leave the base partly written
+            self._own_base()
             copy_into(self._model.state_dict(), swap.base)
         self._place = swap.place
         for handle in self._added:
             handle.remove()
         self._added = [] if swap.adapter is None else _add(self._model, swap.adapter)
+
+    def _own_base(self) -> None:
+        """Give the base memory of its own before it is overwritten, because other models still compute with it."""
+        for parameter in self._model.parameters() if self._is_shared else ():
+            parameter.data = parameter.data.clone()
+        self._is_shared = False
 
     def _fitting(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         problems = misfits(self._model.state_dict(), state)
@@ -223,6 +250,10 @@ class _LowRank:
         self._down = down.to(device).t()  # [in, rank]
         self._up = up.to(device).t()  # [rank, out]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """Return a hook that adds nothing: a copy of a model is one of its base."""
+        return _no_change
+
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         del layer
         rows = inputs[0].reshape(-1, self._down.shape[0]).to(self._down.dtype)
@@ -231,3 +262,7 @@ class _LowRank:
         if output.dtype == low.dtype:
             return torch.addmm(flat, low, self._up).view_as(output)
         return (flat + low @ self._up).to(output.dtype).view_as(output)
+
+
+def _no_change(_layer: nn.Module, _inputs: tuple[Tensor], _output: Tensor) -> None:
+    pass

@@ -32,7 +32,7 @@ from agl.contracts._replay import (
     replay_of,
     sampling_mode,
 )
-from agl.contracts._serving import POLICY_KEY_ENV, REDACTED, Gateway, Policy, Redactor, ServedModel
+from agl.contracts._serving import POLICY_KEY_ENV, REDACTED, Gateway, Policy, Redactor, ServedModel, VersionedPolicy
 from agl.contracts._sink import Cell, Exporter, Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
 from agl.contracts._statistics import Moments, Statistics
 from agl.contracts._store import (
@@ -147,6 +147,7 @@ __all__ = [
     "Trained",
     "Upstream",
     "VersionScore",
+    "VersionedPolicy",
     "flat_config",
     "fork_of",
     "is_diverged",

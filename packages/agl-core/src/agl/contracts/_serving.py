@@ -1,7 +1,7 @@
 """Contracts of serving: policies serve models, and the gateway records the calls that agents make to them."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from agl.contracts._store import Store
 from agl.contracts._tracing import Upstream
@@ -68,6 +68,19 @@ class Policy(Protocol):
     @property
     def has_token_ids(self) -> bool:
         """True if answers carry token ids and log-probabilities."""
+        ...
+
+
+@runtime_checkable
+class VersionedPolicy(Policy, Protocol):
+    """A policy that can also serve several versions of its weights at once."""
+
+    async def serve_versions(self, versions: Sequence[ResourceVersion]) -> Mapping[str, ServedModel]:
+        """Serve exactly these versions in addition to the weights of ``load``, and unload all earlier ones.
+
+        Returns each version's model, by version, once all of them answer. They have the addresses of the policy, which
+        has to be started, and model names of their own. Raises if one cannot be served.
+        """
         ...
 
 

@@ -21,7 +21,7 @@ from agl.errors import ConfigError
 from agl.tracing import WHO_HEADER, decode_names
 from agl_gateway.processes.attempt_facts import AttemptFacts
 from agl_gateway.record.exchanges import CallContext, Origin
-from agl_gateway.traffic.conversations import Conversations, conversation_of, rollout_id_of, user_of
+from agl_gateway.traffic.conversations import Conversations, agent_of, conversation_of, rollout_id_of, user_of
 from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
 from agl_gateway.wire.translation import as_object, object_of, opening_of, text_in
 from agl_run.access import AttemptToken
@@ -303,7 +303,7 @@ class Owners:
                 reason = {NOT_RECORDED: left_out_by}
                 yield Owner(rollout_id=rollout_id_of(conversation), attempt_id="", headers=reason, is_recorded=False)
                 return
-        async with self.conversations.hold_open(conversation, user=user) as found:
+        async with self.conversations.hold_open(conversation, user=user, agent=agent_of(headers)) as found:
             yield Owner(
                 rollout_id=found.rollout_id,
                 attempt_id=found.attempt_id,

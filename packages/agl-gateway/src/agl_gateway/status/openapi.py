@@ -10,7 +10,7 @@ from agl_gateway.access.worker_tokens import WORKER_TOKENS, IssuedToken, TokenRe
 from agl_gateway.store_api.contract import METHODS, Fault, Method
 from agl_gateway.store_api.worker_reach import WORKER_METHODS
 from agl_gateway.traffic.api import END, RATE, Rating
-from agl_gateway.traffic.conversations import HEADER, USER_HEADER
+from agl_gateway.traffic.conversations import AGENT_HEADER, HEADER, USER_HEADER
 
 _TOKENS = {
     "admin": "The token that `agl serve` wrote to a file.",
@@ -46,6 +46,7 @@ _GETS = {
 }
 _CONVERSATION = {"name": HEADER, "in": "header", "schema": {"type": "string"}}
 _USER = {"name": USER_HEADER, "in": "header", "schema": {"type": "string"}}
+_AGENT = {"name": AGENT_HEADER, "in": "header", "schema": {"type": "string"}}
 _SETTLE_SCHEMA = {"type": "object", "properties": {"attempt_id": {"type": "string"}}, "required": ["attempt_id"]}
 
 
@@ -60,7 +61,7 @@ def openapi_document(*, server: str = "") -> dict[str, Any]:
     }
     paths |= {path: {"post": _model_call(path, text)} for path, text in _MODEL_PATHS.items()}
     paths |= {path: {"get": _described(path, text, tokens)} for path, (tokens, text) in _GETS.items()}
-    paths["/split/resources/{name}"]["get"]["parameters"] += [_CONVERSATION, _USER]
+    paths["/split/resources/{name}"]["get"]["parameters"] += [_CONVERSATION, _USER, _AGENT]
     paths |= {path: {"post": operation} for path, operation in _posts().items()}
     schemes = {name: {"type": "http", "scheme": "bearer", "description": text} for name, text in _TOKENS.items()}
     document: dict[str, Any] = {

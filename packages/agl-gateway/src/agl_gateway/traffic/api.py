@@ -16,7 +16,14 @@ from agl.errors import NotFoundError
 from agl.schemas import Reward, Rollout
 from agl_gateway.access.audit import Deed
 from agl_gateway.access.identity import Admission
-from agl_gateway.traffic.conversations import HEADER, Conversation, Conversations, conversation_id, user_of
+from agl_gateway.traffic.conversations import (
+    HEADER,
+    Conversation,
+    Conversations,
+    agent_of,
+    conversation_id,
+    user_of,
+)
 from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
 from agl_gateway.traffic.splits import Splitter, arm_of, split_report
 from agl_gateway.wire.problems import Problem
@@ -25,6 +32,9 @@ from agl_run.access import AttemptToken
 END = "/conversations/end"
 RATE = "/conversations/rate"
 RESOURCES = "/split/resources/"
+
+_MAX_END = 1024
+"""The most bytes of the body with which a client ends a conversation, such as ``{}``."""
 
 
 class Rating(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +59,7 @@ class ConversationsApi:
     async def end(self, request: web.BaseRequest) -> web.StreamResponse:
         """End the conversation; idempotent."""
         claim = self.admission.caller(request, "client", "admin", what="ending a conversation")
+        await self.admission.bodies.read(request, limit=_MAX_END)  # bytes left unread would end the connection
         return await self._answer(request, claim, self.conversations.end, action="end conversation", status="ended")
 
     async def rate(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -132,7 +143,8 @@ class SplitApi:
             raise Problem(
                 400, f"the caller is unknown; send an attempt's token, or the conversation's id in the header {HEADER}"
             )
-        caller = await self.conversations.open(conversation, user=user_of(request.headers))
+        user, agent = user_of(request.headers), agent_of(request.headers)
+        caller = await self.conversations.open(conversation, user=user, agent=agent)
         return await self._rollout(caller.rollout_id), caller.headers()
 
     async def _rollout(self, rollout_id: str) -> Rollout:

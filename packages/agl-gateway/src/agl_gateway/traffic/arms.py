@@ -1,10 +1,16 @@
-"""Routes the calls of a split's rollouts to the backend that serves the version of their arm.
+"""Routes the calls of rollouts to the backend that serves the version to which they are pinned.
 
 The pinned versions are in the store, so all gateways route alike and a restart changes nothing. A cache of the pins
 follows the change feed. Addresses and keys come only from the command line: a resource in the store names a version or
 a model, and can only select among the configured addresses.
+
+A host of weights (`agl learn host`) serves several versions of a policy at one address, and records their models in the
+store. It unloads a version whose arm has ended. Conversations that began in that arm continue with the version of the
+arm with the largest share, and are recorded with it. The same holds for calls without a version.
 """
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +23,12 @@ from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.relay.routing import Router, UpstreamTarget
 from agl_gateway.wire.problems import Problem, store_away
-from agl_inspect.records.splits import Pins, decided, placement_of
+from agl_inspect.records.splits import HOSTED, SERVED, HostedVersions, Pins, decided, placement_of
+
+FRESH_S = 0.5
+"""Seconds for which a record of hosted versions is used again."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +86,7 @@ def policy_of(upstream: Upstream) -> str:
 
 
 class ArmRoutes:
-    """Routes the calls of rollouts in a split to the version of their arm; other calls keep their target."""
+    """Routes the calls of rollouts to the versions to which they are pinned; other calls keep their target."""
 
     def __init__(self, store: Store, router: Router, *, outage: Outage) -> None:
         self._store = store
@@ -83,6 +94,8 @@ class ArmRoutes:
         self._targets = list(router.targets.values())
         self._pinned: Recent[str, _RolloutPins] = Recent(10_000)
         self._resources: dict[tuple[str, str], Resource] = {}
+        self._hosted: dict[str, tuple[float, HostedVersions | None]] = {}
+        self._missed: set[tuple[str, str]] = set()
 
     async def route(self, target: UpstreamTarget, rollout_id: str) -> CallRoute:
         """Return the destination of a call whose model name selects ``target``.
@@ -97,7 +110,7 @@ class ArmRoutes:
             if len([each for each in self._targets if policy_of(each.upstream) == name]) > 1:
                 raise store_away(f"it is not known which of the versions of {name!r} serves this rollout")
             return CallRoute(target=target)
-        version = pinned.resources.get(name, "")
+        version = await self._version(name, pinned.resources.get(name, ""))
         if not version:
             return CallRoute(target=target, arm=pinned.arm)
         found = await self._find_upstream(name, version)
@@ -105,6 +118,9 @@ class ArmRoutes:
             return CallRoute(target=found[0], model=found[1], version=version, arm=pinned.arm)
         if name in pinned.chosen:
             raise Problem(503, _unserved_message(name, version), code="version_not_served")
+        if (name, version) not in self._missed:
+            self._missed.add((name, version))
+            _log.warning("%s, which is pinned, gets another: %s", pinned.arm, _unserved_message(name, version))
         return CallRoute(target=target, arm=pinned.arm)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
@@ -131,15 +147,39 @@ class ArmRoutes:
                 if is_model and await self._find_upstream(name, version) is None:
                     raise ConfigError(_unserved_message(name, version))
 
+    async def _version(self, name: str, pinned: str) -> str:
+        """Return the version for a call: the pinned one unless a host has unloaded it, because its arm has ended."""
+        hosted = await self._hosted_versions(name, pinned)
+        if hosted is None or pinned in hosted.models:
+            return pinned
+        split = await self._outage.unless(lambda: SERVED.get(self._store), lambda: None)
+        arms = {label: own.get(name, "") for label, own in split.versions.items()} if split else {}
+        if split is None or pinned in arms.values():
+            return pinned
+        return arms[max(split.shares, key=split.shares.__getitem__)]
+
+    async def _hosted_versions(self, name: str, version: str) -> HostedVersions | None:
+        """Return what the policy's host serves, ``None`` without a host; read again if ``version`` is missing."""
+        read_at, known = self._hosted.get(name, (-FRESH_S, None))
+        is_missing = known is not None and version not in known.models
+        if is_missing or time.monotonic() - read_at >= FRESH_S:
+            known = await self._outage.unless(lambda: HOSTED.get(self._store, name), lambda: known)
+            self._hosted[name] = time.monotonic(), known
+        return known
+
     async def _find_upstream(self, name: str, version: str) -> tuple[UpstreamTarget, str] | None:
         """Return the upstream that serves a version, and the model name to request from it; ``None`` if there is none.
 
-        An upstream configured for the version comes first, then the backend that the version's LLM resource names.
+        An upstream configured for the version comes first, then the policy's host, then the backend that the version's
+        LLM resource names.
         """
         own = [target for target in self._targets if policy_of(target.upstream) == name]
         for target in own:
             if target.upstream.model_version == version:
                 return target, ""
+        hosted = await self._hosted_versions(name, version)
+        if own and hosted is not None and version in hosted.models:
+            return own[0], hosted.models[version]
         resource = await self._resource(name, version)
         if not isinstance(resource, LLM) or not resource.model:
             return None
@@ -174,13 +214,15 @@ class ArmRoutes:
             return None
         placement = placement_of(found[0])
         if placement is None:
-            return _UNPLACED
+            configured = {(policy_of(each.upstream), each.upstream.model_version) for each in self._targets}
+            pins = dict(pin for pin in found[0].resources.items() if pin in configured)
+            return _RolloutPins(arm="", resources=pins, chosen=frozenset())
         chosen = frozenset(decided(placement.versions))
         return _RolloutPins(arm=placement.arm, resources=found[0].resources, chosen=chosen)
 
 
 def _unserved_message(name: str, version: str) -> str:
     return (
-        f"no upstream serves {name}@{version}; start the gateway with --upstream {name}=URL,version={version}, or "
-        f"publish the version as an LLM with the endpoint of an upstream {name!r}"
+        f"no upstream serves {name}@{version}; start the gateway with --upstream {name}=URL,version={version}, publish "
+        f"the version as an LLM with the endpoint of an upstream {name!r}, or serve the weights with agl learn host"
     )

@@ -20,7 +20,7 @@ A call names its conversation in one of these ways, of which the first present o
 
 The first call of a conversation also names its user, who is recorded with the rollout: in the header ``x-agl-user-id``,
 else in the body as ``metadata.user_id``, ``safety_identifier`` or ``user``. The session that Claude Code adds to its
-user's id is cut off.
+user's id is cut off. The header ``x-agl-agent`` names the application's agent, which may have a variant of its own.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from agl_gateway.traffic.kept_traffic import KeptTraffic
 from agl_gateway.traffic.splits import arm_of
 from agl_gateway.wire.problems import Problem, store_away
 from agl_gateway.wire.translation import as_object, opening_of
-from agl_inspect.records.splits import CONVERSATION, USER
+from agl_inspect.records.splits import AGENT, CONVERSATION, USER
 from agl_inspect.terminal.query import CONVERSATIONS
 
 _log = logging.getLogger(__name__)
@@ -122,24 +122,24 @@ class Conversations:
         reason = traffic.left_out_by(rollout_id, is_known=rollout_id in self._known)
         return "" if reason and (await self._is_recorded(rollout_id) or await self._needs_all()) else reason
 
-    async def open(self, conversation: str, *, user: str = "") -> Conversation:
-        """Return the conversation with this id, and renew its lease; a new one is created, and gets the user."""
+    async def open(self, conversation: str, *, user: str = "", agent: str = "") -> Conversation:
+        """Return the conversation with this id, and renew its lease; a new one is created for the user and agent."""
         rollout_id = rollout_id_of(conversation)
         while True:
             known = self._known.get(rollout_id)
             if known is None:
-                known = self._known[rollout_id] = await self._open(rollout_id, conversation, user)
+                known = self._known[rollout_id] = await self._open(rollout_id, conversation, user, agent)
             if await self._renew(known):
                 return known
             self.forget(rollout_id)
 
     @asynccontextmanager
-    async def hold_open(self, conversation: str, *, user: str = "") -> AsyncGenerator[Conversation]:
+    async def hold_open(self, conversation: str, *, user: str = "", agent: str = "") -> AsyncGenerator[Conversation]:
         """Open a conversation for a call; while the block runs, the conversation does not become idle."""
         rollout_id = rollout_id_of(conversation)
         self._in_flight[rollout_id] += 1
         try:
-            found = await self.open(conversation, user=user)
+            found = await self.open(conversation, user=user, agent=agent)
             yield found
             with suppress(StoreError):  # the client has its answer, and the next call renews the lease
                 await self._renew(found)
@@ -216,18 +216,20 @@ class Conversations:
             self._known.clear()
             self._renewed.clear()
 
-    async def _open(self, rollout_id: str, conversation: str, user: str) -> Conversation:
+    async def _open(self, rollout_id: str, conversation: str, user: str, agent: str) -> Conversation:
         """Return the conversation as stored; raises a 503 :class:`Problem` during an outage of the store."""
-        found = await self.outage.unless(lambda: self._find_or_create(rollout_id, conversation, user), lambda: None)
+        found = await self.outage.unless(
+            lambda: self._find_or_create(rollout_id, conversation, user, agent), lambda: None
+        )
         if found is None:
             raise store_away("a conversation that this gateway does not know yet cannot begin or continue")
         return found
 
-    async def _find_or_create(self, rollout_id: str, conversation: str, user: str) -> Conversation:
+    async def _find_or_create(self, rollout_id: str, conversation: str, user: str, agent: str) -> Conversation:
         try:
             stored = await self._read(rollout_id)
         except NotFoundError:
-            stored = await self._queue(rollout_id, conversation, user)
+            stored = await self._queue(rollout_id, conversation, user, agent)
         while stored.status == "queued":
             await self._claim()
             stored = await self._read(rollout_id)
@@ -251,8 +253,8 @@ class Conversations:
             )
         return True
 
-    async def _queue(self, rollout_id: str, conversation: str, user: str) -> Rollout:
-        named = {CONVERSATION: conversation, USER: user} if user else {CONVERSATION: conversation}
+    async def _queue(self, rollout_id: str, conversation: str, user: str, agent: str) -> Rollout:
+        named = {key: name for key, name in ((CONVERSATION, conversation), (USER, user), (AGENT, agent)) if name}
         rollout = Rollout(
             rollout_id=rollout_id,
             task={CONVERSATION: conversation},
@@ -334,6 +336,7 @@ def _conversation(stored: Rollout) -> Conversation:
 
 HEADER = "x-agl-conversation-id"
 USER_HEADER = "x-agl-user-id"
+AGENT_HEADER = "x-agl-agent"
 
 _FIELD = "conversation_id"
 _MAX_ID = 512
@@ -378,6 +381,15 @@ def user_of(headers: Mapping[str, str], call: Request | None = None) -> str:
         found += [as_object(call.get("metadata")).get("user_id"), call.get("safety_identifier"), call.get("user")]
     given = next((each for each in found if isinstance(each, str) and each), "")
     return _checked(_SESSION.sub("", given), what="user")
+
+
+def agent_of(headers: Mapping[str, str]) -> str:
+    """Return the name of the application's agent that a request names; ``""`` without one.
+
+    Raises:
+        Problem: 400 if the name is too long, or not UTF-8 text.
+    """
+    return _checked(headers.get(AGENT_HEADER, ""), what="agent")
 
 
 def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:

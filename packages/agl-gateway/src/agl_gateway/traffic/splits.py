@@ -8,6 +8,9 @@ arm; a label that moves later does not affect it.
 A gateway without a split of its own serves the one that `agl learn` saves in the store. That split names its versions
 itself, and assigns conversations only.
 
+A user or an agent with a variant gets its versions, and the shared ones of everything else; see
+:class:`~agl_inspect.records.splits.Variant`.
+
 :func:`split_report` compares the rewards of the arms by the gate, as evidence for a promotion. It counts rollouts that
 a split assigned while the labels named the same versions as now, so all arms served the same traffic at the same time.
 Conversations count from their first call on, other rollouts once they are finished. A failed rollout counts as 0. A
@@ -34,9 +37,11 @@ from agl_inspect.records.splits import (
     Placement,
     Sample,
     ServedSplit,
+    Variant,
     decided,
     placement_of,
     unit_of,
+    variant_of,
 )
 from agl_inspect.statistics import Comparison, comparison_of, span_of
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
@@ -116,20 +121,27 @@ async def check_labels(store: Store, labels: Iterable[str]) -> None:
             )
 
 
-def place_rollout(rollout: Rollout, split: ServedSplit) -> Rollout:
-    """Return the rollout with its arm's versions pinned, and the placement in its metadata.
+def place_rollout(rollout: Rollout, split: ServedSplit, *, variant: tuple[str, Variant] | None = None) -> Rollout:
+    """Return the rollout with the versions of its variant or else of its arm pinned, and the placement in its metadata.
 
     A rollout that already has an arm, or that pins a resource that the split decides, is returned unchanged.
     """
     names = decided(split.versions)
     if KEY in rollout.metadata or any(name in rollout.resources for name in names):
         return rollout
-    arm = split.arm_of(unit_of(rollout, by_user=split.by_user))
-    versions = _restricted(split.versions, names)
-    placement = Placement(arm=arm, shares=split.shares, versions=versions, salt=split.salt)
+    if variant is not None:
+        arm, own = variant
+        shared = max(split.shares, key=split.shares.__getitem__)
+        placement = Placement(arm=arm, shares={arm: 1.0}, versions={arm: {}})
+        pinned = {**split.versions[shared], **own.versions}
+    else:
+        arm = split.arm_of(unit_of(rollout, by_user=split.by_user))
+        versions = _restricted(split.versions, names)
+        placement = Placement(arm=arm, shares=split.shares, versions=versions, salt=split.salt)
+        pinned = split.versions[arm]
     return msgspec.structs.replace(
         rollout,
-        resources={**split.versions[arm], **rollout.resources},
+        resources={**pinned, **rollout.resources},
         metadata={**rollout.metadata, KEY: msgspec.to_builtins(placement)},
     )
 
@@ -171,15 +183,18 @@ class Splitter:
         if split is None:
             return await self._store.enqueue(rollouts)
         try:
-            return await self._store.enqueue([place_rollout(rollout, split) for rollout in rollouts])
+            return await self._store.enqueue([await self._placed(rollout, split) for rollout in rollouts])
         except ConflictError:
             return await self._store.enqueue([await self._with_first_placement(rollout, split) for rollout in rollouts])
+
+    async def _placed(self, rollout: Rollout, split: ServedSplit) -> Rollout:
+        return place_rollout(rollout, split, variant=await variant_of(self._store, rollout))
 
     async def _with_first_placement(self, rollout: Rollout, split: ServedSplit) -> Rollout:
         try:
             (known,) = await self._store.rollouts(RolloutQuery(ids=(rollout.rollout_id,)))
         except NotFoundError:
-            return place_rollout(rollout, split)
+            return await self._placed(rollout, split)
         if KEY not in known.metadata:
             return rollout
         metadata = {**rollout.metadata, KEY: known.metadata[KEY]}

@@ -17,6 +17,7 @@ from agl.hints import count_of
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_inspect.records import labels
 from agl_inspect.records.spending import spend
+from agl_inspect.records.splits import SERVED
 from agl_inspect.records.state import DEFERRED
 from agl_inspect.searches import COLUMNS, Candidate, Search, candidates_of, searches_of
 from agl_inspect.statistics import declared_span
@@ -278,7 +279,8 @@ def promote(
         return await labels.move(opened, name, label, chosen, reason=reason or numbers), numbers
 
     made, numbers = store.read(work)
-    store.show(made, lambda: [f"{name}: {label} is now {made.version}{f' ({numbers})' if numbers else ''}"])
+    note = store.read(lambda opened: _served_note(opened, made))
+    store.show(made, lambda: [f"{name}: {label} is now {made.version}{f' ({numbers})' if numbers else ''}", *note])
 
 
 @resources.command()
@@ -291,7 +293,20 @@ def rollback(store: Reading, name: str, label: str) -> None:
     Each repetition goes one version further back.
     """
     made = store.read(lambda opened: labels.move_back(opened, name, label))
-    store.show(made, lambda: [f"{name}: {label} is now {made.version} ({made.reason})"])
+    note = store.read(lambda opened: _served_note(opened, made))
+    store.show(made, lambda: [f"{name}: {label} is now {made.version} ({made.reason})", *note])
+
+
+async def _served_note(store: Store, made: LabelMove) -> list[str]:
+    """Return a line if gateways serve the split of a learner, which has not followed the label."""
+    split = await SERVED.get(store)
+    served = made.version if split is None else split.versions.get(made.label, {}).get(made.name, made.version)
+    if split is None or served == made.version:
+        return []
+    return [
+        f"gateways serve {served} until agl learn, which follows the label, runs again; if the learner "
+        f"{split.learner!r} has stopped for good, run: agl learn end"
+    ]
 
 
 @resources.command("compare")

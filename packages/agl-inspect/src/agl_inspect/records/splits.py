@@ -1,10 +1,11 @@
-"""Splits of served traffic: the split that gateways serve, the arms of rollouts, and the rewards of an arm."""
+"""Splits of served traffic: the split that gateways serve, variants, the arms of rollouts, the rewards of an arm."""
 
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
 
+from agl.contracts import Store
 from agl.schemas import Record, Rollout
 from agl_inspect.records.shelf import Shelf
 from agl_inspect.statistics import interval
@@ -14,6 +15,9 @@ KEY = "split"
 
 USER = "user"
 """The key of the user's id in the metadata of a conversation's rollout."""
+
+AGENT = "agent"
+"""The key of the agent's name in the metadata of a conversation's rollout."""
 
 CONVERSATION = "conversation"
 """The key of the conversation's id in the metadata of a rollout."""
@@ -106,6 +110,43 @@ class ServedSplit(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 SERVED = Shelf(ServedSplit, "split/served/")
 """The shelf of the split that gateways serve; a single record."""
+
+
+class HostedVersions(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The versions of a policy that `agl learn host` serves.
+
+    Attributes:
+        models: By version, the name of the model to request from the policy's upstream.
+        problems: By version, the reason why the version cannot be served.
+    """
+
+    models: dict[str, str]
+    problems: dict[str, str] = {}
+
+
+HOSTED = Shelf(HostedVersions, "split/hosted/")
+"""The shelf of hosted versions, by policy."""
+
+
+class Variant(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The versions that one user or one agent gets instead of the shared ones, by resource.
+
+    A conversation with a variant belongs to no arm, so it counts in no comparison.
+    """
+
+    versions: dict[str, str]
+
+
+VARIANTS = Shelf(Variant, "split/variants/")
+"""The shelf of the variants, under names such as ``user:ann`` and ``agent:writer``."""
+
+
+async def variant_of(store: Store, rollout: Rollout) -> tuple[str, Variant] | None:
+    """Return the variant of a rollout's user, else of its agent, with its name; ``None`` if neither has one."""
+    for key in (USER, AGENT):
+        if (whose := rollout.metadata.get(key)) and (found := await VARIANTS.get(store, f"{key}:{whose}")):
+            return f"{key}:{whose}", found
+    return None
 
 
 class ArmReport(Record, frozen=True, kw_only=True, omit_defaults=False):

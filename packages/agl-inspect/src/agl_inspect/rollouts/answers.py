@@ -113,9 +113,14 @@ def asked(dialect: Dialect, request: Json) -> list[dict[str, Any]]:
     return comparable(call_messages(ModelCall(request_id="", dialect=dialect, model="", request=request)))
 
 
+_OFFERED = ("tools", "response_format", "text")
+"""The keys of a request's body, besides the conversation, with texts that may decide the answer."""
+
+
 def key_of(dialect: Dialect, request: Json) -> bytes:
-    """Return a key that is equal for requests of one dialect with the same conversation."""
-    return to_json([dialect, asked(dialect, request)])
+    """Return a key that is equal for requests of one dialect with the same conversation, tools and format."""
+    offered = [request.get(key) for key in _OFFERED] if _is_object(request) else []
+    return to_json([dialect, asked(dialect, request), offered])
 
 
 def exchanges_of(calls: Sequence[ModelCall]) -> list[list[ModelCall]]:

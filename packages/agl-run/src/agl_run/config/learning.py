@@ -80,7 +80,8 @@ class LearnSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """``[learn.NAME]``.
 
     Attributes:
-        tunes: The prompts and values that may change, each tuned by an ``[[algorithm]]`` of the file.
+        tunes: The prompts and values that may change, and at most one policy, whose weights may change; each tuned by
+            an ``[[algorithm]]`` of the file.
         feedback: The signals that become rewards: names, or ``{ use = "judge", weight = 0.3 }``.
         unit: What is independent: ``user`` or ``conversation``.
         task: ``module:function`` that makes a task of the agent from a recorded conversation; by default the task is
@@ -110,8 +111,8 @@ def learner_of(config: "ExperimentConfig") -> tuple[str, LearnSettings]:
     """Return the name and the settings of the learner in an experiment file.
 
     Raises:
-        ConfigError: The file has no ``[learn.NAME]`` or several of them, or the learner tunes a policy, or a resource
-            that no algorithm tunes.
+        ConfigError: The file has no ``[learn.NAME]`` or several of them, or the learner tunes several policies, or a
+            resource that no algorithm tunes.
     """
     if len(config.learn) != 1:
         there = f"has {len(config.learn)}: {', '.join(config.learn)}" if config.learn else "has none"
@@ -119,13 +120,10 @@ def learner_of(config: "ExperimentConfig") -> tuple[str, LearnSettings]:
     ((name, settings),) = config.learn.items()
     tuned = sorted({target for algorithm in config.algorithm for target in algorithm.tunes})
     has_targets = all(algorithm.tunes for algorithm in config.algorithm)  # else the plan finds the only one there is
+    policies = [target for target in settings.tunes if target in config.policy]
+    if len(policies) > 1:
+        raise ConfigError(f"learn.{name}.tunes has the policies {', '.join(policies)}; a learner tunes at most one")
     for target in settings.tunes:
-        if target in config.policy:
-            raise ConfigError(
-                f"learn.{name}.tunes has the policy {target!r}, and a learner tunes only texts, because no server runs "
-                "the old and the new weights side by side; train the weights with agl run, and compare them with a "
-                "split: agl serve --split"
-            )
         if has_targets and target not in tuned:
             hint = did_you_mean(target, tuned, otherwise=f"the algorithms tune {', '.join(tuned) or 'nothing'}")
             raise ConfigError(f"learn.{name}.tunes has {target!r}, which no [[algorithm]] of the file tunes; {hint}")

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from agl.contracts import (
     ServedModel,
     Store,
     Upstream,
+    VersionedPolicy,
 )
 from agl.errors import ConfigError, PolicyError, UnknownComponentError
 from agl.hints import did_you_mean
@@ -73,6 +74,7 @@ class RunningExperiment:
         self.plan = plan
         self.policies: dict[str, Policy] = {}
         self._served: dict[str, ServedModel] = {}
+        self._beside: dict[str, ServedModel] = {}  # further versions, by POLICY@VERSION
         self._gateway: Gateway | None = None
         self._gateway_url = ""
         self._advertised_url = ""
@@ -110,12 +112,22 @@ class RunningExperiment:
         given = self.plan.store
         return without_password(store_url_of(self.plan)) if given is None else address_of(given)
 
-    async def start(self, state: ExperimentRecord, *, say: Callable[[str], None] | None = None) -> None:
+    async def start(
+        self,
+        state: ExperimentRecord,
+        *,
+        say: Callable[[str], None] | None = None,
+        arms: Sequence[Mapping[str, str]] = (),
+    ) -> None:
         """Start the other parts: the gateway, the worker, and the policies with their live versions.
 
         Args:
             state: The experiment's state.
             say: Called with a line while a model loads, and when rollouts wait although no worker is running.
+            arms: Sets of versions that run side by side with the live ones.
+
+        Raises:
+            ConfigError: A policy cannot serve several versions at once, as the arms need.
         """
         self._say = say
         # Reservations come first: workers and policies would otherwise take the machines that an
@@ -128,6 +140,7 @@ class RunningExperiment:
         # would idle half a minute.
         await reclaim_lost(self.store, self.plan.name)
         await self._start_policies()
+        await self._serve_arms(arms, live=state.live)
         # The gateway needs to know where the policies serve, so they start before it.
         upstreams = self._upstreams()
         await self._start_gateway(upstreams)
@@ -265,9 +278,26 @@ class RunningExperiment:
             with waiting_for(loading(name, config.use, config.params, folder=self.plan.folder), say=self._say):
                 self._served[name] = await policy.start()
 
+    async def _serve_arms(self, arms: Sequence[Mapping[str, str]], *, live: Mapping[str, str]) -> None:
+        """Let the policies serve the versions of the arms that are not live."""
+        for name, policy in self.policies.items():
+            wanted = dict.fromkeys(arm[name] for arm in arms if arm.get(name, live.get(name)) != live.get(name))
+            if not wanted:
+                continue
+            if not isinstance(policy, VersionedPolicy):
+                raise ConfigError(
+                    f"policy {name!r} cannot serve several versions at once, which {', '.join(wanted)} side by side "
+                    f'with {live.get(name, "the live one")} needs; set [policy.{name}] use = "torch", or "vllm" with '
+                    "lora_rank"
+                )
+            with waiting_for(f"policy {name!r}: loading {', '.join(wanted)}", say=self._say):
+                found = [await self.store.resource(name, version) for version in wanted]
+                served = await policy.serve_versions(found)
+            self._beside |= {f"{name}@{version}": one for version, one in served.items()}
+
     def _upstreams(self) -> list[Upstream]:
         trained, configs = self.plan.trained_policies(), self.plan.config.policy
-        return [
+        found = [
             Upstream(
                 name=name,
                 base_url=served.base_urls[0],
@@ -281,6 +311,18 @@ class RunningExperiment:
                 sampling=configs[name].sampling if name in trained else "",
             )
             for name, served in self._served.items()
+        ]
+        by_name = {upstream.name: upstream for upstream in found}
+        return found + [
+            msgspec.structs.replace(
+                by_name[name.partition("@")[0]],
+                name=name,
+                model=served.model,
+                model_version=served.version,
+                aliases=(),
+                agents="",
+            )
+            for name, served in self._beside.items()
         ]
 
     async def _start_gateway(self, upstreams: list[Upstream]) -> None:
@@ -317,7 +359,7 @@ class RunningExperiment:
 
         Behind a gateway, policies that share a model are called by their own names.
         """
-        llms = {name: served.llm for name, served in self._served.items()}
+        llms = {name: served.llm for name, served in (self._served | self._beside).items()}
         if not self._gateway_url:
             return {name: _with_key(llm) for name, llm in llms.items()}
         # Behind the gateway the model's name selects the policy, so two policies of one model must

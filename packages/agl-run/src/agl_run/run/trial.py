@@ -27,7 +27,12 @@ async def reached(store: Store, plan: Plan) -> ExperimentRecord | None:
 
 @asynccontextmanager
 async def trial(
-    plan: Plan, *, record_as: str, progress: Progress, live: Mapping[str, str] | None = None
+    plan: Plan,
+    *,
+    record_as: str,
+    progress: Progress,
+    live: Mapping[str, str] | None = None,
+    arms: Sequence[Mapping[str, str]] = (),
 ) -> AsyncGenerator[Driver]:
     """Start the experiment's parts under the name ``record_as``; close them and ``progress`` at the end.
 
@@ -38,6 +43,7 @@ async def trial(
         record_as: Name of the experiment under which the rollouts are recorded.
         progress: Shows the progress, and says which resources differ from the experiment's file.
         live: Versions by resource that replace the ones that the experiment has reached.
+        arms: Sets of versions that run side by side with the live ones.
     """
     # Its own name means its own lock and lease, so a trainer of the experiment may run meanwhile.
     running = RunningExperiment(plan.renamed(record_as))
@@ -53,7 +59,7 @@ async def trial(
         # What is asked for explicitly wins.
         versions = {**(previous.live if previous else {}), **(live or {})}
         state = ExperimentRecord(name=record_as, run=previous.run if previous else 1, live=versions)
-        await running.start(state, say=progress.say)
+        await running.start(state, say=progress.say, arms=arms)
         for key, resource in plan.resources.items():
             if key not in (live or {}) and running.live.current(key).resource != resource:
                 progress.say(

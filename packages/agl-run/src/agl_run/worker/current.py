@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import msgspec
 
 from agl.contracts import Store
-from agl.errors import NotFoundError
+from agl.errors import NotFoundError, PolicyError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, NamedResources, ResourceVersion, Rollout
 from agl_run.messages import value_for_agent
@@ -19,7 +19,8 @@ class LiveResources:
 
     Args:
         store: The store of the versions.
-        endpoints: For each policy, the LLM that agents get, with the gateway as its endpoint.
+        endpoints: For each policy, the LLM that agents get, with the gateway as its endpoint; for each further version
+            that a policy serves as well, that of ``POLICY@VERSION``.
     """
 
     def __init__(self, store: Store, endpoints: Mapping[str, LLM]) -> None:
@@ -84,7 +85,7 @@ class PinnedResources:
 
     Args:
         store: The store of the versions.
-        endpoints: For each policy, the LLM that agents get.
+        endpoints: The LLM that agents get, by policy and by ``POLICY@VERSION``, as in :class:`LiveResources`.
         live: Returns the live versions, for resources that are not pinned.
     """
 
@@ -101,12 +102,31 @@ class PinnedResources:
         self._cache[version.name, version.version] = version
 
     async def for_rollout(self, rollout: Rollout) -> NamedResources:
-        """Return the resources of one rollout: a policy as the LLM that serves it, a JSON resource as its value."""
+        """Return the resources of one rollout: a policy as the LLM that serves it, a JSON resource as its value.
+
+        Raises:
+            PolicyError: A test rollout is pinned to a version of a policy that is not served. Other rollouts get the
+                live weights, which may have changed since they were queued; their calls are recorded with the version
+                that answers.
+        """
         # The pinned version wins: a rollout that waited in the queue runs with the versions of its
         # request.
-        versions = {**await self._live(), **rollout.resources}
+        live = await self._live()
+        versions = {**live, **rollout.resources}
         found = {name: await self._version(name, version) for name, version in versions.items()}
-        return {name: self._endpoints.get(name) or value_for_agent(one.resource) for name, one in found.items()}
+        return {
+            name: self._endpoint(one, may_be_live=rollout.mode != "test" or one.version == live.get(name))
+            or value_for_agent(one.resource)
+            for name, one in found.items()
+        }
+
+    def _endpoint(self, version: ResourceVersion, *, may_be_live: bool) -> LLM | None:
+        """Return the LLM that serves a version, or perhaps the live one; ``None`` unless the resource is a policy."""
+        name = version.name
+        exact = self._endpoints.get(f"{name}@{version.version}")
+        if exact is None and name in self._endpoints and not may_be_live:
+            raise PolicyError(f"policy {name!r} does not serve {version.version}, to which the rollout is pinned")
+        return exact or self._endpoints.get(name)
 
     async def _version(self, name: str, version: str) -> ResourceVersion:
         if (name, version) not in self._cache:

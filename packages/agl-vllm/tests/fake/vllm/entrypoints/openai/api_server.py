@@ -56,6 +56,7 @@ class Server:
         app.router.add_post("/v1/chat/completions", self.chat)
         if os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
             app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
+            app.router.add_post("/v1/unload_lora_adapter", self.unload_adapter)
         if os.environ.get("VLLM_SERVER_DEV_MODE"):
             for path in ("/pause", "/resume", "/reset_prefix_cache"):
                 app.router.add_post(path, self.health)
@@ -144,6 +145,11 @@ class Server:
         if json.loads((Path(body["lora_path"]) / "adapter_config.json").read_text())["r"] > self.max_rank:
             return web.json_response({"error": {"message": "LoRA rank is greater than max_lora_rank"}}, status=500)
         self.adapters[body["lora_name"]] = shift_in(body["lora_path"])
+        return web.Response(text="Success")
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        if self.adapters.pop((await request.json())["lora_name"], None) is None:
+            raise web.HTTPNotFound(text="no such adapter")
         return web.Response(text="Success")
 
     async def sleep(self, request: web.Request) -> web.Response:
