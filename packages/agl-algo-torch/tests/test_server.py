@@ -179,6 +179,20 @@ def test_models_and_health_name_the_model(serve: Serve, connect: Connect) -> Non
     assert ("ok", "tiny", "0") == (state["status"], state["model"], state["model_version"])
 
 
+def test_metrics_have_the_numbers_of_sequences_that_run_and_wait(serve: Serve) -> None:
+    policy = serve()
+
+    async def metrics() -> str:
+        headers = {"Authorization": f"Bearer {os.environ[POLICY_KEY_ENV]}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(policy.base_url.replace("/v1", "/metrics")) as got,
+        ):
+            return await got.text()
+
+    assert "policy:num_requests_running 0\npolicy:num_requests_waiting 0\n" == asyncio.run(metrics())
+
+
 BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"model": "other"}, 404, "model_not_found", "model"),
     ({"messages": []}, 400, "invalid_request", "messages"),

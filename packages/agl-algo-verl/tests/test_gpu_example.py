@@ -27,11 +27,12 @@ def params(content: dict[str, Any]) -> RaySettings:
     return read_ray_settings(given)
 
 
-def check(settings: RaySettings) -> Any:
-    """Compose VERL's configuration and check it by VERL's rules; without a GPU, expect an error that names one."""
-    assert ("vllm", 1) == (settings.rollout, settings.ranks)
-    with pytest.raises(ConfigError, match="needs GPUs, and this machine has none"):
-        check_machine(settings, has_gpu=False)
+def check(settings: RaySettings, *, ranks: int = 1) -> Any:
+    """Compose VERL's configuration and check it by VERL's rules; without a GPU or a cluster, expect a refusal."""
+    assert ("vllm", ranks) == (settings.rollout, settings.ranks)
+    if not settings.ray_init:
+        with pytest.raises(ConfigError, match="needs GPUs, and this machine has none"):
+            check_machine(settings, has_gpu=False)
     options: dict[str, Any] = {"model": "m", "folder": Path("f"), "steps": 3, "tasks": 32}
     whole = compose(settings, **options, checkpoint=None, threads=0)
     validate_config(whole, use_reference_policy=False, use_critic=False)
@@ -45,6 +46,15 @@ def test_the_gpu_file_is_the_cpu_file_with_a_large_model_and_vllm() -> None:
     assert "ray" == cpu["algorithm"][-1]["params"]["engine"]
     whole = check(params(gpu))
     assert {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"} == whole.rollout.engine_kwargs.vllm
+
+
+@pytest.mark.parametrize(("name", "ranks", "cards"), [("eight-gpus", 8, 2), ("cluster", 16, 4)])
+def test_files_for_several_gpus_are_the_experiment_with_larger_models(name: str, ranks: int, cards: int) -> None:
+    one, many = read("calc/verl-gpu.toml"), read(f"calc/{name}.toml")
+    assert [one["experiment"][key] for key in SAME] == [many["experiment"][key] for key in SAME]
+    whole = check(params(many), ranks=ranks)
+    assert cards == whole.rollout.tensor_model_parallel_size
+    assert (name == "cluster") == whole.actor.fsdp_config.param_offload
 
 
 def test_the_sql_file_has_the_published_settings() -> None:

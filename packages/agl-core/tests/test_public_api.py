@@ -142,6 +142,17 @@ def test_configuration_is_frozen_and_survives_json():
     assert agl.VERL(tunes="a") == msgspec.json.decode(msgspec.json.encode(agl.VERL(tunes="a")), type=AlgorithmConfig)
 
 
+def test_contract_of_algorithms_answers_a_guess_with_what_works():
+    with pytest.raises(ConfigError, match=r"write agl\.Trainer\(algorithm='apo'\)"):
+        agl.Algorithm("apo", beam=2)  # type: ignore[abstract]
+
+    class Mine(agl.Algorithm):
+        def __init__(self, *, steps: int) -> None:
+            self.steps = steps
+
+    assert 3 == Mine(steps=3).steps
+
+
 def test_missing_package_of_an_algorithm_says_what_to_install():
     with pytest.raises(UnknownComponentError, match=re.escape(pip_install("agl-algo-verl"))):
         PluginManager().algorithm(agl.VERL().use)

@@ -167,7 +167,12 @@ class Parts:
         self._folder = folder
         self._ports = {name: free_port() for name in ("serve", "host")}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self.settings: list[str] = []
         self.url = f"http://127.0.0.1:{self._ports['serve']}"
+
+    def start_all(self) -> None:
+        for name in ("host", "serve", "learn"):
+            self.start(name)
 
     def start(self, name: str) -> None:
         upstream = f"small=http://127.0.0.1:{self._ports['host']}/v1,key_env=AGL_POLICY_KEY"
@@ -175,7 +180,7 @@ class Parts:
         words = {
             "serve": ["serve", *store, "--port", str(self._ports["serve"]), "--upstream", upstream],
             "host": ["learn", "host", "desk.toml", "--port", str(self._ports["host"])],
-            "learn": ["learn", "desk.toml"],
+            "learn": ["learn", "desk.toml", *self.settings],
         }[name]
         keys = {"AGL_POLICY_KEY": "policy-key-of-the-test", "AGL_TOKEN": "a" * 40, "AGL_CLIENT_TOKEN": "c" * 40}
         with (self._folder / f"{name}.log").open("ab") as log:
@@ -210,8 +215,6 @@ def free_port() -> int:
 @pytest.fixture
 def parts(folder: Path) -> Iterator[Parts]:
     made = Parts(folder)
-    for name in ("host", "serve", "learn"):
-        made.start(name)
     yield made
     made.stop()
     print(made.logs())
@@ -261,6 +264,7 @@ class Desk:
 @pytest.mark.skipif(sys.platform == "win32", reason="it kills with SIGKILL")
 def test_weights_learn_the_users_wish_whatever_is_killed(folder: Path, parts: Parts) -> None:
     desk = Desk(folder, parts)
+    parts.start_all()
     desk.serve_until(lambda: bool(desk.look(RECORDS.rounds.read)), wish="kind")
     time.sleep(3)
     parts.kill("learn")  # while it trains
@@ -271,8 +275,7 @@ def test_weights_learn_the_users_wish_whatever_is_killed(folder: Path, parts: Pa
     desk.serve_until(lambda: len(desk.failures) > before, wish="kind")
     parts.kill("serve")
     parts.kill("learn")
-    for name in ("host", "serve", "learn"):
-        parts.start(name)
+    parts.start_all()
     desk.serve_until(desk.reaches("watch"), wish="kind")
     desk.serve_until(lambda: desk.number % 40 == 0, wish="kind")
 
@@ -304,10 +307,13 @@ async def conversations(store: Store) -> list[tuple[str, list[str], float]]:
 @pytest.mark.timeout(1200)
 def test_harmful_weights_of_a_person_are_refused(folder: Path, parts: Parts) -> None:
     desk = Desk(folder, parts)
+    with_file(folder, lambda file: publish(file, good="kind"))
+    parts.settings = ["--set", "learn.support.every=1000"]  # no round of training in this test
+    parts.start_all()
+    desk.serve_until(lambda: desk.look(SERVED.get) is not None, wish="kind")
+    desk.serve_until(lambda: desk.number % 50 == 0, wish="kind")
     with_file(folder, lambda file: publish(file, harmful="rude"))
-    desk.serve_until(lambda: desk.number >= 60, wish="kind")
     words = ["resources", "promote", "small", "harmful", "--label", "candidate", "--store", "sqlite:///runs/desk.db"]
     subprocess.run([sys.executable, "-m", "agl", *words], cwd=folder, check=True, capture_output=True)
     desk.serve_until(desk.reaches("refused"), wish="kind")
-    split = desk.look(SERVED.get)
-    assert ["production"] == list(split.shares) or "harmful" not in str(split.versions)
+    assert {"production": {"small": "good"}} == desk.look(SERVED.get).versions

@@ -20,6 +20,17 @@ def test_page_runs(run_page: Callable[[Path], None]) -> None:
     run_page(DOCS / "reference" / "objectives.md")
 
 
+def test_page_of_the_mathematics_shows_every_loss_and_estimator_as_it_is() -> None:
+    sys.path.insert(0, str(DOCS.parent))
+    from agl_objectives.registry import estimators, losses
+    from tools import figures
+
+    text = (DOCS / "explanation" / "objectives-mathematics.md").read_text(encoding="utf-8")
+    assert [] == [entry.name for entry in [*losses(), *estimators()] if f"\n### `{entry.name}`" not in text]
+    assert [] == [name for name in figures.FIGURES if f"(../images/objectives/{name}.svg)" not in text]
+    assert [] == figures.stale()
+
+
 def test_page_names_every_loss_and_estimator() -> None:
     from agl_objectives.registry import estimators, losses
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from agl.errors import ConfigError
+from agl_objectives import loss
 from agl_objectives.contract import Estimates, LossTerms, Scores, TokenBatch
 from agl_objectives.registry import find_estimator, find_loss
 from agl_objectives.testing import example_tokens
@@ -65,12 +66,12 @@ def test_a_function_of_ones_own_is_an_estimator() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("gspoo", {}, r"No loss is named 'gspoo'; did you mean 'gspo'\? Use one of: ppo-clip, gspo.*module:name"),
+        ("gspoo", {}, r"No loss is named 'gspoo'; did you mean 'gspo'\? Use one of: ppo-clip, cispo.*module:name"),
         ("gspo", {"clip_hi": 1}, "loss 'gspo' takes no parameter 'clip_hi'; did you mean 'clip_high'"),
         ("gspo", {"clip_high": "much"}, 'clip_high is "much"; write a number without quotes, such as clip_high = 0.5'),
         ("gpg", {"scale": 1}, "its parameters are: none"),
-        ("no_such_module:f", {}, "cannot be imported from 'no_such_module:f'"),
-        (f"{__name__}:absent", {}, "cannot be imported from"),
+        ("no_such_module:f", {}, "'no_such_module:f' cannot be imported: No module"),
+        (f"{__name__}:absent", {}, "cannot be imported: module"),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_what_to_write(name: str, params: dict[str, object], message: str) -> None:
@@ -150,31 +151,31 @@ def test_an_unknown_estimator_is_refused_with_the_known_ones() -> None:
 
 PLUGIN = """
 from agl import hookimpl
-from agl_objectives import EstimatorEntry, LossEntry
 
 @hookimpl(optionalhook=True)
-def agl_losses():
-    yield LossEntry(name="half", factory="half_loss:half", aggregation="sequence")
-
-@hookimpl(optionalhook=True)
-def agl_estimators():
-    yield EstimatorEntry(name="raw", factory="half_loss:raw", compares="batch")
+def agl_objectives():
+    return ["half_loss"]
 """
 MODULE = """
+from agl_objectives import estimator, loss
+from agl_objectives import loss
 from agl_objectives.contract import Estimates, LossTerms
+from agl_objectives.losses import gpg  # known already
 
+@loss(NAME, aggregation="sequence")
 def half(tokens, *, share: float = 0.5):
     return LossTerms(loss_M=-share * tokens.advantages_M * tokens.logp_M)
 
+@estimator("raw", compares="batch")
 def raw(scores):
     return Estimates(found_S=scores.scores_S, unit_S=scores.scores_S)
 """
 
 
-def install(folder: Path) -> None:
+def install(folder: Path, *, name: str = "half") -> None:
     """Write a small distribution into a folder of ``PYTHONPATH``, as pip would."""
     (folder / "half_plugin.py").write_text(PLUGIN)
-    (folder / "half_loss.py").write_text(MODULE)
+    (folder / "half_loss.py").write_text(MODULE.replace("NAME", repr(name)))
     info = folder / "half-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: half\nVersion: 1.0\n")
@@ -208,6 +209,29 @@ def test_losses_and_estimators_of_an_installed_plugin_are_found_and_those_of_a_d
     assert run(code, tmp_path, AGL_DISABLED_PLUGINS="half").startswith("No loss is named 'half'.")
 
 
+def test_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+    install(tmp_path, name="gspo")
+    code = """
+        from agl.errors import ConfigError
+        from agl_objectives.registry import losses
+        try:
+            losses()
+        except ConfigError as error:
+            print(error)
+    """
+    assert run(code, tmp_path).startswith("The plugin 'half' names a loss 'gspo', and another one has this name.")
+
+
+@loss("patient", aggregation="sequence", trains_silent=True)
+def patient(tokens: TokenBatch) -> LossTerms:
+    return LossTerms(loss_M=-tokens.advantages_M * tokens.logp_M)
+
+
+def test_decorated_function_of_ones_own_says_how_it_trains() -> None:
+    entry = find_loss(f"{__name__}:patient").entry
+    assert ("sequence", True) == (entry.aggregation, entry.trains_silent)
+
+
 def test_a_module_with_records_imports_no_torch(tmp_path: Path) -> None:
-    code = "import sys, agl_objectives.plugin; print('torch' in sys.modules)"
+    code = "import sys, agl_objectives.plugin, agl_objectives.contract; print('torch' in sys.modules)"
     assert run(code, tmp_path) == "False"

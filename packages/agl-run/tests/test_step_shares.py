@@ -19,7 +19,7 @@ from agl_run import Quiet, Trainer
 from agl_run.runners.judging import judged
 from agl_run.runners.result import describe_error
 from agl_run.watch.observers import Batch, StepShares
-from agl_run.worker.worker import Slots
+from agl_run.worker.slots import Slots
 from tests.cases import ATTEMPT, ROLLOUT
 
 

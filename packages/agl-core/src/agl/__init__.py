@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         CommandEntry,
         CreditEntry,
         PolicyEntry,
-        RewardEmitter,
         RewardEntry,
         StepReport,
         Store,
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
         TracerEntry,
     )
     from agl.errors import AglError, ConfigError
-    from agl.schemas import LLM, Episode, PromptTemplate, Reward, Rollout, Span
+    from agl.schemas import LLM, Episode, PromptTemplate, Reward, Rollout, Span, Weights
     from agl.tracing import current
     from agl.tracing._emitters import (
         emit_exception,
@@ -70,7 +69,6 @@ __all__ = [
     "PolicyEntry",
     "PromptTemplate",
     "Reward",
-    "RewardEmitter",
     "RewardEntry",
     "Rollout",
     "Span",
@@ -80,6 +78,7 @@ __all__ = [
     "Tracer",
     "TracerEntry",
     "Trainer",
+    "Weights",
     "agent",
     "current",
     "emit_exception",
@@ -103,9 +102,9 @@ _get = lazy_names(
         "agl._plugins": ("PluginManager",),
         "agl.acceptance": ("Gate",),
         "agl.algorithms": ("APO", "DPO", "GEPA", "GRPO", "PPO", "SFT", "VERL"),
-        "agl.contracts": ("Algorithm", "AlgorithmContext", "RewardEmitter", "StepReport", "Store", "Tracer"),
+        "agl.contracts": ("Algorithm", "AlgorithmContext", "StepReport", "Store", "Tracer"),
         "agl.errors": ("AglError", "ConfigError"),
-        "agl.schemas": ("Episode", "LLM", "PromptTemplate", "Reward", "Rollout", "Span"),
+        "agl.schemas": ("Episode", "LLM", "PromptTemplate", "Reward", "Rollout", "Span", "Weights"),
         "agl.tracing": ("current",),
         "agl.tracing._emitters": _EMITTERS,
         "agl_run": ("Trainer",),

@@ -56,6 +56,7 @@ async def run_host(file: LearnerFile, *, port: int, say: Callable[[str], None], 
     has_key, policy = bool(os.environ.get(POLICY_KEY_ENV)), await asyncio.to_thread(policy_of, file, port=port)
     if policy is None:
         raise ConfigError(f"learn.{file.name}.tunes has no policy, and texts need no host")
+    await HOSTED.add(file.store, {file.tuned_policy: HostedVersions(models={})})  # not what a killed host served
     try:
         served = await policy.start()
         if served.api_key_env == POLICY_KEY_ENV and not has_key:

@@ -4,8 +4,8 @@ Importing this module does not import torch. `agl_objectives.contract` has the c
 `agl_objectives.registry` has the functions with which an algorithm finds them.
 """
 
-from agl_objectives.entries import EstimatorEntry, LossEntry
+from agl_objectives.entries import estimator, loss
 
 __version__ = "0.1.0"
 
-__all__ = ["EstimatorEntry", "LossEntry"]
+__all__ = ["estimator", "loss"]

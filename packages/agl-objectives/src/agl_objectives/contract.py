@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from torch import Tensor
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
 
 __all__ = [
     "Estimates",
@@ -46,7 +46,7 @@ class TokenBatch:
     row_M: Tensor  # int64, the row of each token
     rollout_M: Tensor  # int64, the rollout of each token
     entropy_M: Tensor | None = None  # H_t in nats, without gradient; None in a survey and for losses of this package
-    extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # [M] each, see `SurveyedLoss`
+    extras: Mapping[str, Tensor] = field(default_factory=lambda: dict[str, "Tensor"]())  # [M] each, see `SurveyedLoss`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

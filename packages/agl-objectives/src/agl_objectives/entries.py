@@ -1,17 +1,22 @@
-"""The records by which a plugin registers losses and estimators; importing this does not import torch."""
+"""The decorators of losses and estimators, and the records that they leave; importing this does not import torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from agl.contracts import Entry
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+MARK = "__agl_entry__"
+"""The attribute in which a decorated function or class carries its entry."""
+
 
 class LossEntry(Entry, frozen=True, kw_only=True):
-    """Registers a loss.
-
-    The factory is a class that makes an `agl_objectives.contract.Loss` from its parameters, or a function of a
-    `TokenBatch` that is the loss itself. The parameters of a function are its keyword-only arguments.
+    """A loss that `loss` has named.
 
     Attributes:
         aggregation: The default aggregation of an algorithm with this loss.
@@ -29,7 +34,7 @@ class LossEntry(Entry, frozen=True, kw_only=True):
 
 
 class EstimatorEntry(Entry, frozen=True, kw_only=True):
-    """Registers an estimator; the factory is an `agl_objectives.contract.Estimator`, or a class that makes one.
+    """An estimator that `estimator` has named.
 
     Attributes:
         compares: `group` if the rollouts of one task are compared with each other, `batch` if all rollouts are.
@@ -38,3 +43,48 @@ class EstimatorEntry(Entry, frozen=True, kw_only=True):
 
     compares: Literal["group", "batch"] = "group"
     needs_baseline: bool = False
+
+
+def loss(
+    name: str,
+    /,
+    *,
+    aggregation: Literal["token", "sequence"] = "token",
+    trains_silent: bool = False,
+    surveys_ratios: bool = False,
+    needs_updates: bool = False,
+) -> Callable[[F], F]:
+    """Name a loss: a function of a `TokenBatch`, or a class that makes an `agl_objectives.contract.Loss`.
+
+    Its parameters are the keyword-only arguments of the function, or of the class. The decorated object is unchanged.
+    The keywords are those of `LossEntry`.
+    """
+
+    def mark(made: F) -> F:
+        entry = LossEntry(
+            name=name,
+            factory=made,
+            aggregation=aggregation,
+            trains_silent=trains_silent,
+            surveys_ratios=surveys_ratios,
+            needs_updates=needs_updates,
+        )
+        setattr(made, MARK, entry)
+        return made
+
+    return mark
+
+
+def estimator(
+    name: str, /, *, compares: Literal["group", "batch"] = "group", needs_baseline: bool = False
+) -> Callable[[F], F]:
+    """Name an estimator: an `agl_objectives.contract.Estimator`, or a class that makes one.
+
+    The keywords are those of `EstimatorEntry`.
+    """
+
+    def mark(made: F) -> F:
+        setattr(made, MARK, EstimatorEntry(name=name, factory=made, compares=compares, needs_baseline=needs_baseline))
+        return made
+
+    return mark

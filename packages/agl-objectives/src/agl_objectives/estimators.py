@@ -37,6 +37,7 @@ import torch
 from agl.errors import ConfigError
 from agl_objectives.comparison import differ, relative
 from agl_objectives.contract import Estimates, Scores
+from agl_objectives.entries import estimator
 from agl_objectives.typed_torch import integers
 
 if TYPE_CHECKING:
@@ -48,16 +49,19 @@ WHITEN = 1e-8
 """Small constant that whitening adds to the number of scores and to their variance, as in VERL."""
 
 
+@estimator("grpo")
 def grpo(scores: Scores, *, eps: float = 1e-6) -> Estimates:
     """Return `(s - mean_g) / (std_g + eps)`."""
     return _relative("grpo", scores, eps=eps)
 
 
+@estimator("dr_grpo")
 def dr_grpo(scores: Scores) -> Estimates:
     """Return `s - mean_g`. Division by std_g would give more weight to easy and hard tasks, whose std_g is small."""
     return _relative("dr_grpo", scores)
 
 
+@estimator("rloo")
 def rloo(scores: Scores) -> Estimates:
     """Return `s - mean of the others in g`."""
     return _relative("rloo", scores)
@@ -72,6 +76,7 @@ def _relative(rule: Rule, scores: Scores, *, eps: float = 0.0) -> Estimates:
     return Estimates(found_S=found_S, unit_S=unit_S)
 
 
+@estimator("opo")
 def opo(scores: Scores) -> Estimates:
     """Return `s - sum_g(l s) / sum_g(l)`: the baseline of least variance if gradients grow with the token counts l."""
     found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
@@ -84,6 +89,7 @@ def opo(scores: Scores) -> Estimates:
     return Estimates(found_S=found_S, unit_S=unit_S)
 
 
+@estimator("gpg")
 def gpg(scores: Scores) -> Estimates:
     """Return `(S / S_nonzero) (s - mean_g)`: the fewer scores differ from 0, the larger the advantages are."""
     found = dr_grpo(scores)
@@ -92,6 +98,7 @@ def gpg(scores: Scores) -> Estimates:
     return Estimates(found_S=share * found.found_S, unit_S=share * found.unit_S)
 
 
+@estimator("grpo_passk")
 def grpo_passk(scores: Scores, *, eps: float = 1e-6) -> Estimates:
     """Return `(s - second_g) / (std_g + eps)` for the best score of a group, and 0 for the others, as pass@k does."""
     found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
@@ -108,6 +115,7 @@ def grpo_passk(scores: Scores, *, eps: float = 1e-6) -> Estimates:
     return Estimates(found_S=found_S, unit_S=unit_S)
 
 
+@estimator("remax", needs_baseline=True)
 def remax(scores: Scores) -> Estimates:
     """Return `s - b`, where b is the score of a greedy rollout of the task; raises ConfigError without `baseline_S`."""
     if scores.baseline_S is None:
@@ -119,6 +127,7 @@ def remax(scores: Scores) -> Estimates:
     return Estimates(found_S=scores.scores_S - scores.baseline_S, unit_S=torch.ones_like(scores.scores_S))
 
 
+@estimator("reinforce++", compares="batch")
 def reinforce_plus_plus(scores: Scores) -> Estimates:
     """Return `(s - mean) / std` over the batch: rollouts of different tasks are compared with each other."""
     # One baseline and one scale for all rollouts: a task that always fails gets negative advantages.
@@ -126,6 +135,7 @@ def reinforce_plus_plus(scores: Scores) -> Estimates:
     return _whitened(scores.scores_S, differs_S=differs_S)
 
 
+@estimator("reinforce++-baseline")
 def reinforce_plus_plus_baseline(scores: Scores) -> Estimates:
     """Return `(s - mean_g) / std` with std over the batch; groups of one rollout get 0 and do not count in std."""
     # A group of one rollout is exactly 0 after centring, so counting it would lower the deviation of the batch.

@@ -13,6 +13,7 @@ import torch
 
 from agl.errors import ConfigError
 from agl_objectives.contract import LossTerms
+from agl_objectives.entries import loss
 from agl_objectives.typed_torch import unique
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from agl_objectives.contract import TokenBatch
 
 
+@loss("ppo-clip")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPOClip:
     """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`, PPO's clipped objective.
@@ -65,6 +67,7 @@ class PPOClip:
         return LossTerms(loss_M=loss_M, counts={"clipped_low": int(low.sum()), "clipped_high": int(high.sum())})
 
 
+@loss("cispo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CISPO:
     """`-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi`: every token keeps a gradient, with a bounded weight.
@@ -96,6 +99,7 @@ class CISPO:
         return LossTerms(loss_M=loss_M, counts={"clipped": int(clipped.sum())})
 
 
+@loss("sapo", aggregation="sequence")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SAPO:
     """`-A sigmoid(tau (r - 1)) 4 / tau`, a soft gate in place of the clip.
@@ -129,6 +133,7 @@ ROLLOUT_LIMIT = 10.0
 """Upper bound on the logarithm of a rollout's ratio, as in VERL."""
 
 
+@loss("gspo", aggregation="sequence", surveys_ratios=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GSPO:
     """`max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))` with the ratio of the rollout, s = exp(mean_t log r_t).
@@ -169,6 +174,7 @@ class GSPO:
         return LossTerms(loss_M=torch.maximum(free_M, clipped_M), counts={"clipped": int(bound.sum())})
 
 
+@loss("gmpo", aggregation="sequence", surveys_ratios=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GMPO:
     """`-mean_t(A) exp(mean_t x_t)`, where x_t is the clipped log-ratio: a single token hardly moves a geometric mean.
@@ -217,6 +223,7 @@ ROUNDING = 1e-8
 """Small constant that is added to numerator and denominator of a quotient of probabilities, as in VERL."""
 
 
+@loss("dppo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPPO:
     """`-A sg(min(r, ratio_max)) log pi` for tokens within a trust region, and 0 for those that left it towards A.
@@ -273,6 +280,7 @@ class DPPO:
         return torch.where(tokens.advantages_M > 0, up, down)
 
 
+@loss("gpg")
 def gpg(tokens: TokenBatch) -> LossTerms:
     """Return `-A log pi`, the plain policy gradient (Chu et al. 2025, arXiv 2504.02546)."""
     # grad E[R] = E[A grad log pi] (Williams 1992): the loss whose gradient is -A grad log pi, without a ratio or a
@@ -280,6 +288,7 @@ def gpg(tokens: TokenBatch) -> LossTerms:
     return LossTerms(loss_M=-tokens.advantages_M * tokens.logp_M)
 
 
+@loss("dro", trains_silent=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DRO:
     """`-(A log pi - beta / 2 (log r)^2)`: the plain policy gradient with a quadratic bound.
@@ -304,6 +313,7 @@ class DRO:
         return LossTerms(loss_M=-(tokens.logp_M * tokens.advantages_M - 0.5 * self.beta * log_M.square()))
 
 
+@loss("clip-cov")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipCov:
     """PPO's clipped loss, but 0 for a few tokens of high covariance (`covariance`), which cost most entropy.
@@ -360,6 +370,7 @@ class ClipCov:
         return -tokens.advantages_M * ratio_M, -tokens.advantages_M * clipped_M
 
 
+@loss("kl-cov", trains_silent=True, needs_updates=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLCov:
     """`-A r`, plus a penalty `kl_coef |log r|` for the tokens of largest covariance (`covariance`).

@@ -1,9 +1,10 @@
 """Finds losses and estimators by name: those of this distribution, those of other plugins, and the user's functions.
 
-A plugin registers them with the hooks `agl_losses` and `agl_estimators`. The core does not know these hooks, so their
-implementations are marked with `@agl.hookimpl(optionalhook=True)`. The hooks of all installed plugins are called,
-except for disabled plugins and those that failed to load.
-`module:name` names a class or a function that no plugin registers.
+Functions and classes are named by the decorators `agl_objectives.loss` and `agl_objectives.estimator`. A plugin's hook
+`agl_objectives` names the modules that contain them. The core does not know this hook, so its implementations are
+marked with `@agl.hookimpl(optionalhook=True)`. The hooks of all installed plugins are called, except for disabled
+plugins and those that failed to load.
+`module:name` names a class or a function that no plugin registers; it need not be decorated.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
+import msgspec
 import torch
 
 from agl import PluginManager
@@ -24,10 +26,10 @@ from agl.errors import AglError, ConfigError
 from agl.hints import check_value, did_you_mean
 from agl_objectives import plugin as own
 from agl_objectives.contract import Estimates, LossTerms, Scores, TokenBatch, surveyed
-from agl_objectives.entries import EstimatorEntry, LossEntry
+from agl_objectives.entries import MARK, EstimatorEntry, LossEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -72,7 +74,7 @@ def find_loss(name: str, params: Mapping[str, Any] | None = None) -> FoundLoss:
     Raises ConfigError if the name is unknown (with the nearest name and all known ones), if the loss does not take the
     parameters, or if `try_loss` refuses it.
     """
-    entry = _entry("loss", name, LossEntry, hook="agl_losses", known=own.agl_losses)
+    entry = _entry("loss", name, LossEntry)
     call: Loss = _built("loss", entry, params or {})
     try_loss(name, call)
     return FoundLoss(entry=entry, call=call)
@@ -80,7 +82,7 @@ def find_loss(name: str, params: Mapping[str, Any] | None = None) -> FoundLoss:
 
 def find_estimator(name: str, params: Mapping[str, Any] | None = None) -> FoundEstimator:
     """Return the estimator `name` with the parameters `params`; raises ConfigError as `find_loss` does."""
-    entry = _entry("estimator", name, EstimatorEntry, hook="agl_estimators", known=own.agl_estimators)
+    entry = _entry("estimator", name, EstimatorEntry)
     call: Estimator = _built("estimator", entry, params or {})
     try_estimator(name, call)
     return FoundEstimator(entry=entry, call=call)
@@ -88,71 +90,74 @@ def find_estimator(name: str, params: Mapping[str, Any] | None = None) -> FoundE
 
 def is_own_loss(name: str) -> bool:
     """Return true for a loss of this distribution; these losses do not read entropies."""
-    return name in {entry.name for entry in own.agl_losses()}
+    return name in {entry.name for entry in _named_by(own, LossEntry)}
 
 
 def losses() -> list[LossEntry]:
     """Return the entries of all losses, those of this distribution first."""
-    return [*own.agl_losses(), *_foreign("agl_losses", LossEntry)]
+    return list(_all(LossEntry).values())
 
 
 def estimators() -> list[EstimatorEntry]:
     """Return the entries of all estimators, those of this distribution first."""
-    return [*own.agl_estimators(), *_foreign("agl_estimators", EstimatorEntry)]
+    return list(_all(EstimatorEntry).values())
 
 
-def _entry(kind: str, name: str, record: type[E], *, hook: str, known: Callable[[], Iterable[E]]) -> E:
+def _entry(kind: str, name: str, record: type[E]) -> E:
     if ":" in name:
-        return record(name=name, factory=name)
-    ours = {entry.name: entry for entry in known()}
-    if name in ours:
-        return ours[name]  # without loading other plugins
-    found = ours | {entry.name: entry for entry in _foreign(hook, record)}
-    if name in found:
-        return found[name]
-    near = did_you_mean(name, found)
+        found = _imported(kind, name)
+        entry = getattr(found, MARK, None)
+        return (
+            msgspec.structs.replace(entry, name=name) if isinstance(entry, record) else record(name=name, factory=found)
+        )
+    ours = {entry.name: entry for entry in _named_by(own, record)}
+    known = ours if name in ours else _all(record)  # ours are found without loading other plugins
+    if name in known:
+        return known[name]
+    near = did_you_mean(name, known)
     raise ConfigError(
-        f"No {kind} is named {name!r}{f'; {near}' if near else '.'} Use one of: {', '.join(found)}; or module:name for "
+        f"No {kind} is named {name!r}{f'; {near}' if near else '.'} Use one of: {', '.join(known)}; or module:name for "
         "a function of your own."
     )
 
 
-def _foreign(hook: str, record: type[E]) -> list[E]:
-    """Return the entries of other plugins; raises ConfigError for an object of another type and for a repeated name."""
-    found: dict[str, E] = {}
+def _all(record: type[E]) -> dict[str, E]:
+    """Return all entries by name, ours first; raises ConfigError for a name that two plugins give."""
+    found = {entry.name: entry for entry in _named_by(own, record)}
     for status in PluginManager.from_environment().status():
         module = sys.modules.get(status.module) if status.state == "loaded" else None
-        if module is None or module is own or not hasattr(module, hook):
+        if module is None or module is own or not hasattr(module, "agl_objectives"):
             continue
-        for entry in getattr(module, hook)():
-            if not isinstance(entry, record):
+        for entry in _named_by(module, record):
+            if found.setdefault(entry.name, entry) is not entry:
                 raise ConfigError(
-                    f"{hook} of the plugin {status.name!r} yielded a {type(entry).__name__}; its author must yield "
-                    f"agl_objectives.{record.__name__}(name=..., factory=...)."
+                    f"The plugin {status.name!r} names a {record.__name__.removesuffix('Entry').lower()} "
+                    f"{entry.name!r}, and another one has this name. Rename it, or disable one of the plugins."
                 )
-            if entry.name in found:
-                raise ConfigError(f"Two plugins register {entry.name!r} with {hook}, {status.name!r} is one of them.")
-            found[entry.name] = entry
-    return list(found.values())
+    return found
+
+
+def _named_by(plugin: Any, record: type[E]) -> list[E]:
+    """Return the entries of what is decorated in the modules of a plugin, in the order of their definition."""
+    values = [value for name in plugin.agl_objectives() for value in vars(importlib.import_module(name)).values()]
+    return [entry for value in values if isinstance(entry := getattr(value, MARK, None), record)]
 
 
 def _built(kind: str, entry: Entry, params: Mapping[str, Any]) -> Any:
-    factory = _imported(kind, entry)
+    factory: Any = entry.factory
     taken = _checked(f"the {kind} {entry.name!r}", factory, params)
     # An instance of a class is the loss or the estimator; a function is one itself, with its parameters as keywords.
     return factory(**taken) if inspect.isclass(factory) else partial(factory, **taken)
 
 
-def _imported(kind: str, entry: Entry) -> Any:
-    if not isinstance(entry.factory, str):
-        return entry.factory
-    module, _, attribute = entry.factory.partition(":")
+def _imported(kind: str, name: str) -> Any:
+    module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"The {kind} {entry.name!r} cannot be imported from {entry.factory!r}: {error}. Give module:name of a "
-            "function or class that Python finds from where the experiment runs."
+            f"The {kind} {name!r} cannot be imported: {error}. Give module:name of a function or class that Python "
+            "finds from where the experiment runs."
         ) from error
 
 

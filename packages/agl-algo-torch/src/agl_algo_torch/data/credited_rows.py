@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from agl_objectives.groups import Baseline
     from agl_objectives.registry import FoundEstimator
 
+__all__ = ["PreparedBatch", "live_rows", "prepare"]
+
 ESTIMATOR = "grpo"
 """The default estimator of algorithms that learn from rewards in addition to something else."""
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     from agl.schemas import Row, Segment
 
+__all__ = ["MicroBatch", "RowSample", "from_row", "from_tokens"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSample:

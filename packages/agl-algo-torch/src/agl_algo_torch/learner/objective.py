@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from agl_algo_torch.learner.tuned_policy import TunedPolicy
     from agl_objectives.aggregation import Aggregation
 
+__all__ = ["PolicyObjective", "Tally"]
 
 MASK_FLOOR = 0.5
 """In the mode `mask`, tokens with a lower importance weight are dropped (alpha of IcePop, arXiv 2510.18855)."""

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from agl.contracts import AlgorithmContext
     from agl.schemas import Resource
 
+__all__ = ["LearnerSettings", "PolicyLearner"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:

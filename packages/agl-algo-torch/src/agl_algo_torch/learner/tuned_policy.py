@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     WriteFn = Callable[[int, Collection[int]], None]
     """Writes an algorithm's own files of a step, and removes old ones except those of the given steps."""
 
+__all__ = ["TunedPolicy"]
+
 
 @dataclass(frozen=True, slots=True)
 class Behind:

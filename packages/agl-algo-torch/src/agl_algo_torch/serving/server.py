@@ -116,6 +116,7 @@ class PolicyServer:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         return app
 
     async def _close(self, _app: web.Application) -> None:
@@ -148,6 +149,12 @@ class PolicyServer:
     async def _health(self, _request: web.Request) -> web.Response:
         state = {"status": "ok", "model": self._settings.model_name, "model_version": self._engine.version}
         return json_response(state | self._engine.snapshot())
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        """Answer with the numbers that vLLM's servers give under these names, in Prometheus' text format."""
+        state = self._engine.snapshot()
+        lines = [f"policy:num_requests_{name} {state[name]}\n" for name in ("running", "waiting")]
+        return web.Response(text="".join(lines))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request, ChatBody)

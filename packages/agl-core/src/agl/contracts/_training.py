@@ -3,10 +3,11 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from agl.contracts._serving import Policy
 from agl.contracts._store import Store
+from agl.errors import ConfigError
 from agl.schemas import (
     LLM,
     CallCredit,
@@ -350,6 +351,17 @@ class Algorithm(Protocol):
     The driver calls ``setup``, then ``restore`` if there is a saved state, then ``step`` until the algorithm has
     finished, and saves ``state()`` after every step. If the process is killed, at most the step in flight is repeated.
     """
+
+    def __new__(cls, *args: Any, **params: Any) -> Self:
+        """Create an object of a subclass; raises ConfigError for ``agl.Algorithm("apo")``, which is a likely guess."""
+        if cls is Algorithm:
+            name = repr(args[0]) if args else "'grpo'"
+            raise ConfigError(
+                "agl.Algorithm is the contract that an algorithm's class fulfils. To use an algorithm by its name, "
+                f"write agl.Trainer(algorithm={name}), or import agl.algorithms and pass its settings: "
+                f'agl.Trainer(algorithm=agl.algorithms.algorithm({name}, tunes="...", ...)).'
+            )
+        return super().__new__(cls)
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Prepare for steps, and check everything that can be checked without a rollout.

@@ -12,21 +12,21 @@ from agl.hints import pip_install
 from agl_inspect.text import visible
 
 FOLDER = Path(__file__).parents[1] / "templates"
-COMMON = "common"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
     """A kind of experiment that ``agl init`` writes.
 
-    The record holds its summary, the distributions it needs, a step to do before it runs, and the command that does
-    the step, if one does.
+    The record holds its summary, the distributions it needs, a step to do before it runs, the command that does the
+    step, if one does, and the folder with the files that it shares.
     """
 
     summary: str
     needs: tuple[str, ...]
     before: str
     command: str = ""
+    shared: str = "common"
 
 
 API = "set OPENAI_API_KEY, or another base_url in experiment.toml"
@@ -52,6 +52,13 @@ TEMPLATES = {
         summary="measure a graph node by node",
         needs=("agl-run", "agl-gateway", "agl-langchain", "langgraph", "langchain-openai"),
         before=API,
+    ),
+    "weights-langgraph": Template(
+        summary="train a tiny model as a node of a graph, in about two minutes on a CPU",
+        needs=("agl-run", "agl-gateway", "agl-algo-torch", "agl-langchain", "langgraph", "langchain-openai"),
+        before="make_model.py makes the model of experiment.toml; nothing is downloaded",
+        command="python make_model.py",
+        shared="tiny",
     ),
 }
 
@@ -83,8 +90,8 @@ def init(folder: Path, template: str) -> None:
 
 
 def _files(template: str) -> list[Path]:
-    """Return the template's own files, and the common files whose names the template does not have."""
-    found = {file.name: file for name in (COMMON, template) for file in (FOLDER / name).glob("*.*")}
+    """Return the template's own files, and the shared files whose names the template does not have."""
+    found = {file.name: file for name in (TEMPLATES[template].shared, template) for file in (FOLDER / name).glob("*.*")}
     return [found[name] for name in sorted(found)]
 
 

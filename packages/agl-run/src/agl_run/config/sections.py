@@ -40,6 +40,8 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
         use: ``async``, ``process``, ``command`` or a runner of a plugin.
         concurrency: Attempts that run at once in the experiment's own process, or in each worker if the runner places
             workers; 0 leaves all attempts to ``agl worker``.
+        is_adaptive: Whether the attempts at once follow the load of the model servers, up to ``concurrency``; only in
+            the experiment's own process.
         timeout_s: Time limit of one attempt in seconds.
         max_attempts: The most attempts of a rollout that may fail or exceed their time limit; see ``retry_on``.
         max_losses: How many times a rollout that has lost its worker is tried again. After one more loss the rollout
@@ -53,6 +55,7 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
     concurrency: Annotated[
         int, Meta(ge=0, description="it must be at least 1, or 0 to leave every attempt to `agl worker`")
     ] = 8
+    is_adaptive: bool = False
     timeout_s: (
         Annotated[float, Meta(gt=0, description="it must be above 0 seconds, or be left out for no limit")] | None
     ) = None
@@ -294,6 +297,7 @@ def runner(
     /,
     *,
     concurrency: int = 8,
+    is_adaptive: bool = False,
     timeout_s: float | None = None,
     max_attempts: int = 3,
     max_losses: int = 20,
@@ -306,6 +310,7 @@ def runner(
     Args:
         use: Name of the runner, such as ``"async"``, ``"process"`` or ``"command"``.
         concurrency: Attempts at once in the experiment's own process; 0 leaves all attempts to ``agl worker``.
+        is_adaptive: Whether the attempts at once follow the load of the model servers, up to ``concurrency``.
         timeout_s: Time limit of one attempt in seconds.
         max_attempts: The most attempts of a rollout that may fail or exceed their time limit; see ``retry_on``.
         max_losses: How many times a rollout may lose its worker and be tried again.
@@ -316,6 +321,7 @@ def runner(
     return RunnerConfig(
         use=use,
         concurrency=concurrency,
+        is_adaptive=is_adaptive,
         timeout_s=timeout_s,
         max_attempts=max_attempts,
         max_losses=max_losses,

@@ -93,7 +93,7 @@ class Driver:
         # The order counts: shares and tallies are measured before reports may raise and end the
         # run.
         self.observers: Sequence[Observer] = (
-            StepShares(running.worker.slots.count, is_judged=bool(running.plan.config.reward)),
+            StepShares(running.worker.slots.most, is_judged=bool(running.plan.config.reward)),
             TallyObserver(running.store, state),
             SamplingReport(store_url=url),
             self.failures,

@@ -153,7 +153,8 @@ class RunningExperiment:
         # missed.
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
         context = self._context(upstreams)
-        worker = Worker(context, make_runner(self.plan, context), cache=self.feed.cache)
+        is_adaptive = self.plan.config.runner.is_adaptive
+        worker = Worker(context, make_runner(self.plan, context), is_adaptive=is_adaptive, cache=self.feed.cache)
         self.worker = await self._stack.enter_async_context(worker)
         # The loss of the lease must reach all waiters for rollouts, and they watch the worker's
         # failure.

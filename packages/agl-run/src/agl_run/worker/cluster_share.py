@@ -23,6 +23,12 @@ def with_fleet(config: ExperimentConfig, manager: PluginManager) -> tuple[Experi
     """
     runner = config.runner
     entry = manager.runner(runner.use)
+    is_elsewhere = not runner.concurrency or isinstance(manager.resolve(entry), Fleet)
+    if runner.is_adaptive and is_elsewhere:
+        raise ConfigError(
+            "runner.is_adaptive follows the model servers' load with the attempts of the experiment's own process, and "
+            "workers run all of them; remove it, or give concurrency above 0 and a runner of this process"
+        )
     # Runners of this machine ignore placements, and a setting that is ignored is refused.
     if not isinstance(manager.resolve(entry), Fleet):
         _refuse_placements(config)

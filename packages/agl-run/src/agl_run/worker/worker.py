@@ -5,7 +5,6 @@ A worker has one runner, which alone decides how an attempt is run.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,6 +24,7 @@ from agl_run.runners.result import describe_error
 from agl_run.runners.setup import LastingRunner, LostError, RunContext
 from agl_run.runners.storable import UNFIT, storable_outcome
 from agl_run.tracers.module_tracer import cache_advice
+from agl_run.worker.slots import Slots, adapt
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -49,6 +49,7 @@ class Worker:
         context: The context of the run.
         runner: Executes attempts; started and stopped by the worker.
         finished: Called with every rollout that reaches its final status in this worker.
+        is_adaptive: Whether the number of agents at once follows the load of the model servers; see :func:`adapt`.
         cache: Called with rollout id, attempt id and spans of an attempt whose spans were read to judge it; code that
             waits for the rollout need not read them again.
 
@@ -62,11 +63,12 @@ class Worker:
         context: RunContext,
         runner: Runner,
         *,
+        is_adaptive: bool = False,
         finished: Callable[[Rollout], None] = _ignore,
         cache: Callable[[str, str, list[Span]], None] = _ignore,
     ) -> None:
         self._context, self._runner, self._finished, self._cache = context, runner, finished, cache
-        self._name = worker_name()
+        self._is_adaptive, self._name = is_adaptive, worker_name()
         self._running: dict[str, asyncio.Task[None]] = {}
         self.slots = Slots(context.concurrency)
         self._is_careful = False
@@ -84,6 +86,9 @@ class Worker:
         # at once.
         self.failure = asyncio.get_running_loop().create_future()
         self._loops = [self._spawn(self._claim_loop), self._spawn(self._renew_loop)]
+        if self._is_adaptive:
+            work = partial(adapt, self.slots, self._context.upstreams, changed=self._free.set)
+            self._loops.append(self._spawn(work))
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -376,45 +381,3 @@ def _no_calls(spans: Sequence[Span], attempt_id: str) -> str:
         "clients at the gateway, with the base URL and key from resources or from the environment, or let them call "
         "through httpx"
     )
-
-
-class Slots:
-    """Counts the running agents, and sums their running time.
-
-    Args:
-        count: The number of agents that may run at once; 0 if other machines run all agents.
-        clock: Returns monotonic seconds.
-
-    Attributes:
-        taken: The number of agents that are running.
-    """
-
-    def __init__(self, count: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.count = count
-        self.taken = 0
-        self._clock = clock
-        self._since = clock()
-        self._total_s = 0.0
-
-    @property
-    def free(self) -> int:
-        """The number of further agents that may start."""
-        return self.count - self.taken
-
-    def now(self) -> tuple[float, float]:
-        """Return the current time, and the total seconds for which all agents together have run until now."""
-        now = self._clock()
-        # An integral over time, brought up to date at each change.
-        self._total_s += self.taken * (now - self._since)
-        self._since = now
-        return now, self._total_s
-
-    def take(self) -> None:
-        """Count an agent that starts."""
-        self.now()
-        self.taken += 1
-
-    def leave(self) -> None:
-        """Count an agent that has ended."""
-        self.now()
-        self.taken -= 1

@@ -10,7 +10,7 @@ from agl_testing.conformance.credit import CreditConformance
 from agl_testing.conformance.plugin import PluginConformance
 from agl_testing.conformance.reward import RewardCase, RewardConformance
 from agl_testing.conformance.runner import COMMAND_AGENTS, PYTHON_AGENTS, RunnerConformance
-from agl_testing.conformance.samples import FinishedCredit, chat_span, make_episode, rollout_of
+from agl_testing.conformance.samples import FinishedCredit, chat_span, make_episode, rollout_of, sampled_episode
 from agl_testing.conformance.sink import SinkConformance, SinkRead
 from agl_testing.conformance.store import StoreConformance, StoreLocation
 from agl_testing.conformance.tracer import TracerConformance, TracerScenario
@@ -37,4 +37,5 @@ __all__ = [
     "chat_span",
     "make_episode",
     "rollout_of",
+    "sampled_episode",
 ]

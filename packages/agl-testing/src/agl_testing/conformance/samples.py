@@ -107,6 +107,27 @@ def make_episode(draw: random.Random, *, group_id: str) -> Episode:
     )
 
 
+def sampled_episode(
+    rollout: Rollout, *, prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float], reward: float
+) -> Episode:
+    """Return the episode of a rollout with one model call, for algorithms that train weights.
+
+    ``prompt`` and ``answer`` are token ids; ``logprobs`` are those of the answer's tokens, in nats.
+    """
+    attempt_id = rollout.attempt_id or ""
+    call = Transition(
+        rollout_id=rollout.rollout_id,
+        attempt_id=attempt_id,
+        span_id=f"{rollout.rollout_id}/0",
+        branch=0,
+        start=len(prompt),
+        prompt_ids=pack_ids(prompt),
+        response_ids=pack_ids(answer),
+        logprobs=pack_floats(logprobs),
+    )
+    return Episode(rollout=rollout, attempt=None, reward=reward, transitions=(call,), rows=(_row(rollout, call),))
+
+
 def _transition(draw: random.Random, rollout: Rollout, turn: int) -> Transition:
     is_rejected = draw.random() < 0.2
     response = [draw.randrange(99) for _ in range(draw.randrange(1, 5))]
@@ -127,16 +148,16 @@ def _transition(draw: random.Random, rollout: Rollout, turn: int) -> Transition:
 
 
 def _row(rollout: Rollout, call: Transition) -> Row:
-    length = len(call.response_ids) // 4
+    start, length = len(call.prompt_ids) // 4, len(call.response_ids) // 4
     return Row(
         rollout_id=rollout.rollout_id,
         attempt_id=call.attempt_id,
         group_id=rollout.group_id,
         branch=call.branch,
         ids=call.prompt_ids + call.response_ids,
-        mask=b"\x00" * 3 + b"\x01" * length,
-        logprobs=pack_floats([0.0] * 3) + call.logprobs,
-        segments=(Segment(start=3, stop=3 + length, span_id=call.span_id, agent=call.agent),),
+        mask=b"\x00" * start + b"\x01" * length,
+        logprobs=pack_floats([0.0] * start) + call.logprobs,
+        segments=(Segment(start=start, stop=start + length, span_id=call.span_id, agent=call.agent),),
     )
 
 
