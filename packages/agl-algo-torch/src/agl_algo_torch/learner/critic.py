@@ -73,7 +73,7 @@ class CriticLearner:
         pack(network)  # if it cannot, the policy's own notice has said so
         self._is_packed = packs_rows(network)
         self.model = ValueModel(bare(network)).to(self._device)
-        if learner.settings.compute.gradient_checkpointing:
+        if learner.checkpoints:
             checkpoint_gradients(self.model.trunk)
         self._optimizer = build_optimizer(self.model, settings)
         self._settings, self._clip = settings, clip
