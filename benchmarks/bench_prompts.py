@@ -40,7 +40,7 @@ from worlds.prompts_optimizer import ScriptedOptimizer
 from worlds.prompts_run import HIDDEN, model_server, order_agent, order_reward
 
 ALGORITHMS = ("apo", "gepa", "random")
-BUDGETS = {"easy": 600, "noisy": 1000, "sparse": 1000, "two-prompt": 1000, "memorising": 600, "cluttered": 600}
+BUDGETS = {name: 600 if name in ("easy", "memorising", "cluttered") else 1000 for name in WORLDS}
 """Rollouts that each run may pay for."""
 
 FRESH = range(200, 240)

@@ -18,6 +18,9 @@ and slips now and then. So a prompt is as good as the lines that it holds, whate
   and always where its prompt shows an answer that does: ``Output:`` and the answer as JSON, after any input. Other
   fields are written as in such an answer too, where no line says how.
 - *Roles*: a rule belongs to one prompt, and the same line in another prompt does nothing.
+- *Partners*: two rules that interact. The task model obeys a line about one of their fields only if its prompt holds a
+  line about the other one too, so neither rule shows a gain alone.
+- *Crowding*: every line makes the task model slip more often, so a line has to gain more than it distracts.
 
 All randomness follows from seeds that are passed in, so equal seeds give equal runs whatever the concurrency.
 :mod:`worlds.prompts_run` has the agent, the reward and the model server of this world, and
@@ -46,6 +49,7 @@ __all__ = [
     "StyleRule",
     "cluttered",
     "complete_order",
+    "crowded",
     "demonstrable",
     "duo",
     "easy",
@@ -57,6 +61,7 @@ __all__ = [
     "note_of",
     "obeyed_styles",
     "order_text",
+    "paired",
     "prompt_name",
     "sparse",
 ]
@@ -108,7 +113,9 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
         unsaid: Fields whose rules no feedback names.
         knack: Probability that the task model writes an unsaid field right where its prompt does not say how.
         memorises: How often the optimiser of this world writes notes about single orders instead of a rule.
+        partners: Pairs of fields whose lines are obeyed together or not at all.
         noise: Probability that a field is written in a random style.
+        crowding: The part of that probability that each line of the prompt adds.
         harm: Probability that a clerk with the trap in the prompt leaves a field out.
         nagging: Share of the answers that are criticised for being wordy.
         fewest: Fields in an order at least; ``most`` at most.
@@ -124,7 +131,9 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
     unsaid: tuple[str, ...] = ()
     knack: float = 0.0
     memorises: float = 0.0
+    partners: tuple[tuple[str, str], ...] = ()
     noise: float = 0.05
+    crowding: float = 0.0
     harm: float = 0.4
     nagging: float = 0.2
     fewest: int = 2
@@ -170,16 +179,26 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
         high = self.expected({name: prompt.template for name, prompt in self.solution().items()})
         return (self.expected(prompts) - low) / (high - low)
 
+    def heeded(self, styles: Mapping[str, str]) -> dict[str, str]:
+        """Return the styles without those whose field has a partner that has none."""
+        lone = {one for pair in self.partners for one in pair if not styles.keys() >= {*pair}}
+        return {field: style for field, style in styles.items() if field not in lone}
+
+    def slips(self, styles: Mapping[str, str]) -> float:
+        """The probability that a field is written in a random style under a prompt that asks for these styles."""
+        return min(1.0, self.noise + self.crowding * len(styles))
+
     def _expected_of(self, prompts: Mapping[str, str], task: Any) -> float:
         chances: list[float] = []
         for role, fields in task["fields"].items():
-            obeyed = obeyed_styles(prompts[prompt_name(role)], order=task["order"])
+            asked = obeyed_styles(prompts[prompt_name(role)], order=task["order"])
+            obeyed, noise = self.heeded(asked), self.slips(asked)
             kept = 1.0 - self.harm if is_brief(obeyed) else 1.0
             for field in fields:
                 is_known = field in self.unsaid and field not in obeyed
                 right = self.knack if is_known else obeyed.get(field, PLAIN) == task["expected"][field]
                 # Right by following the prompt, or by a slip that happens to draw the right style.
-                chances.append(kept * ((1.0 - self.noise) * right + self.noise / len(STYLES)))
+                chances.append(kept * ((1.0 - noise) * right + noise / len(STYLES)))
         # Fields are independent: sparse needs all of them, otherwise the score is the share that is right.
         return prod(chances) if self.is_sparse else sum(chances) / len(chances)
 
@@ -238,6 +257,16 @@ def cluttered(seed: int = 0) -> PromptWorld:
     return PromptWorld(rules=_RULES, local=_LOCAL, seed=seed)
 
 
+def paired(seed: int = 0) -> PromptWorld:
+    """Like ``easy``, but four of the five rules are two pairs that have to be found together."""
+    return PromptWorld(rules=_RULES, partners=(("date", "amount"), ("name", "phone")), seed=seed)
+
+
+def crowded(seed: int = 0) -> PromptWorld:
+    """Like ``easy``, but every line of the prompt distracts."""
+    return PromptWorld(rules=_RULES, crowding=0.03, seed=seed)
+
+
 def demonstrable(seed: int = 0) -> PromptWorld:
     """Like ``easy``, with two rules that no feedback names: only examples of good answers can teach them."""
     return PromptWorld(rules=(*_RULES, *_UNSAID), unsaid=("code", "unit"), knack=0.3, seed=seed)
@@ -250,6 +279,8 @@ WORLDS = {
     "two-prompt": duo,
     "memorising": memorising,
     "cluttered": cluttered,
+    "paired": paired,
+    "crowded": crowded,
 }
 """The settings by name in which every optimiser can find all rules; ``demonstrable`` is none of them."""
 
@@ -297,14 +328,15 @@ def complete_order(text: str, *, world: PromptWorld, seed: str) -> dict[str, str
     """
     found = FIELDS.findall(text)[-1:]  # before the order itself, the prompt may show others
     order, listed = found[0] if found else ("", "")
-    styles = obeyed_styles(text, order=order)
+    asked = obeyed_styles(text, order=order)
+    styles, noise = world.heeded(asked), world.slips(asked)
     fields = listed.split(", ") if found else []
     known = {rule.field: rule.style for rule in world.rules if rule.field in world.unsaid}
     answer: dict[str, str] = {}
     for field in fields:
         draw = random.Random(f"{seed}|{field}")
         # All three are drawn whatever the prompt says, so that two prompts meet the same luck on the same field.
-        is_slip, slip, is_left_out = draw.random() < world.noise, draw.choice(STYLES), draw.random() < world.harm
+        is_slip, slip, is_left_out = draw.random() < noise, draw.choice(STYLES), draw.random() < world.harm
         style = styles.get(field, known[field] if field in known and draw.random() < world.knack else PLAIN)
         if not (is_left_out and is_brief(styles)):
             answer[field] = slip if is_slip else style

@@ -58,7 +58,7 @@ def test_expected_score_is_the_mean_of_many_runs(lines: list[tuple[str, str]], n
     assert world.expected(prompts, tasks) == pytest.approx(sum(scores) / len(scores), abs=0.06)
 
 
-@pytest.mark.parametrize("name", sorted(WORLDS))
+@pytest.mark.parametrize("name", sorted(WORLDS.keys() - {"paired"}))
 def test_every_rule_raises_the_expected_score_and_the_trap_lowers_it(name: str) -> None:
     world = WORLDS[name]()
     prompts = {resource: prompt.template for resource, prompt in world.seeds().items()}
@@ -97,6 +97,23 @@ def test_distractors_change_nothing_and_a_later_line_counts() -> None:
     distracted = {"clerk_prompt": f"{best}\nThink hard. {line_of('weather', 'EUR')}"}
     assert world.expected({"clerk_prompt": best}) == world.expected(distracted)
     assert world.expected({"clerk_prompt": f"{best}\n{line_of('date', PLAIN)}"}) < world.expected(distracted)
+
+
+def test_rule_whose_partner_is_missing_changes_nothing_and_both_together_pay() -> None:
+    world = WORLDS["paired"]()
+    prompt = world.seeds()["clerk_prompt"].template
+    date, amount = (rule.line for rule in world.rules[:2])
+    scores = [world.expected({"clerk_prompt": text}) for text in (prompt, f"{prompt}\n{date}", f"{prompt}\n{amount}")]
+    assert 1 == len(set(scores))
+    assert world.expected({"clerk_prompt": f"{prompt}\n{date}\n{amount}"}) > scores[0] + 0.1
+
+
+def test_line_that_answers_no_rule_lowers_the_score_of_a_crowded_prompt() -> None:
+    world = WORLDS["crowded"]()
+    best = world.solution()["clerk_prompt"].template
+    assert world.expected({"clerk_prompt": f"{best}\n{line_of('weather', 'EUR')}"}) < world.expected(
+        {"clerk_prompt": best}
+    )
 
 
 def test_rule_in_another_roles_prompt_does_nothing() -> None:

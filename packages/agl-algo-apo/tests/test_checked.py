@@ -40,7 +40,6 @@ OWN: dict[str, dict[str, list[Any]]] = {
         "gradient_batch_size": [0],
         "parents.selector": ["mixd"],
         "parents.p_best": [-0.1, 1.1],
-        "delete_every": [-1],
     },
     "gepa": {"reflection_minibatch_size": [0], "phases": [0]},
     "random": RACED,
@@ -129,14 +128,3 @@ def test_check_accepts_a_budget_that_is_large_enough_without_asking_the_optimize
 
     assert 0 == result.exit_code, result.output
     assert "no problem found" in result.output
-
-
-@pytest.mark.parametrize("algorithm", OWN)
-def test_check_refuses_too_few_validation_tasks_for_a_proof(tmp_path: Path, algorithm: str) -> None:
-    result = check(tmp_path, algorithm, tasks=8, budget=500)
-    assert 1 == result.exit_code
-    assert "8 validation tasks are too few to prove any text better than the first one" in result.output
-    assert "Give at least 9 " in result.output
-
-    assert "no problem found" in check(tmp_path, algorithm, tasks=9, budget=500).output
-    assert "no problem found" in check(tmp_path, algorithm, tasks=8, budget=500, **{"scoring.error": 1}).output

@@ -195,7 +195,7 @@ def test_demonstration_that_holds_a_validation_task_is_refused(said: str, answer
 def test_demonstrations_teach_what_no_feedback_says(optimize: Optimize) -> None:
     world = demonstrable(2)
     without, run = (optimize(world, budget=700, demonstrations={"most": n}, folder=f"run{n}", seed=2) for n in (0, 4))
-    assert world.gap_closed(without.best) < 0.6
+    assert world.gap_closed(without.best) < 0.7
     assert world.gap_closed(run.best) > 0.85
     assert not [row for row in without.lineage if row.get("demonstrations") or HEADING in row["texts"]["clerk_prompt"]]
     assert HEADING in run.best["clerk_prompt"]
@@ -213,8 +213,8 @@ def test_demonstrations_teach_what_no_feedback_says(optimize: Optimize) -> None:
         assert ["static checks", "trial on failures of its parent"] == [check["name"] for check in checks[:2]]
         if row["status"] == "pool":
             assert any("race" in c["name"] and c["has_passed"] and c["gain"]["mean"] > 0 for c in checks)
-    reasons = [row["reason"] for row in run.lineage if row.get("operator") == "delete"]
-    assert any(reason.startswith("without 'the demonstration from orders-1-apo-") for reason in reasons)
+    deleted = [row["critique"] for row in run.lineage if row.get("operator") == "delete"]
+    assert any(words.startswith("without 'the demonstration from orders-1-apo-") for words in deleted)
 
 
 def test_editor_neither_sees_nor_loses_demonstrations(optimize: Optimize) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from agl.errors import ConfigError
-from agl_algo_apo.acceptance.proof import gate_of
+from agl_algo_apo.acceptance.proof import gate_of, warning_of
 from agl_algo_apo.measurement.estimates import Range
 from agl_algo_apo.measurement.scores import FRESH, Measured, Scores
 from agl_algo_apo.search.progress import SearchProgress
@@ -80,3 +80,24 @@ def test_text_without_proof_stays_unpublished_and_is_reported_with_its_evidence(
 def test_error_of_zero_is_refused(optimize: Optimize) -> None:
     with pytest.raises(ConfigError, match=r"scoring\.error"):
         optimize(budget=250, scoring={"error": 0})
+
+
+@pytest.mark.parametrize("use", ["apo", "gepa", "random"])
+def test_search_with_too_few_tasks_for_a_proof_warns_and_publishes_nothing(optimize: Optimize, use: str) -> None:
+    if use == "gepa":
+        pytest.importorskip("gepa", reason="needs gepa")
+    world = easy(1)
+    run = optimize(world, use=use, val=world.val[:6], budget=200)
+    assert any(
+        "6 validation tasks are too few to prove any text better than the first one" in text for text in run.said
+    )
+    assert any("Give at least 9 tasks " in text for text in run.said)
+    assert "orders-1-initial" == run.fit.resources["clerk_prompt"]
+    assert run.best == {name: prompt.template for name, prompt in world.seeds().items()}
+    if use != "random":
+        assert f"the best candidate, {run.result['beaten']}, has " in run.stop_reason
+
+
+@pytest.mark.parametrize(("tasks", "error"), [(9, 0.2), (6, 1)])
+def test_search_that_may_prove_or_need_not_warns_of_nothing(tasks: int, error: float) -> None:
+    assert not warning_of(error, tasks)

@@ -44,7 +44,7 @@ def search(use, **params):
 searches = [search(use, tunes=tuple(world.seeds()), **params)]
 if "source" in params:
     seeds["other_prompt"] = agl.PromptTemplate(template="Nobody reads this.")
-    searches.insert(0, search("apo", name=params["source"], tunes="other_prompt", budget=100, delete_every=0))
+    searches.insert(0, search("apo", name=params["source"], tunes="other_prompt", budget=100))
 
 def count(rollout):
     with open(folder / "started.txt", "a") as file:

@@ -106,7 +106,7 @@ def test_winner_that_is_worse_than_the_first_prompt_on_fresh_rollouts_is_taken_b
     assert run.lineage[0]["id"] == run.result["winner"]
     assert run.result["score"] == run.result["seed_score"]
     assert "the first prompt stays, with a score of 0." in run.stop_reason
-    assert "the best candidate has 0.000 [0.000, " in run.stop_reason
+    assert f"the best candidate, {run.result['beaten']}, has 0.000 [0.000, " in run.stop_reason
     assert world.seeds()["clerk_prompt"].template == run.best["clerk_prompt"]
     assert f"orders-1-apo-{run.progress['step']}" == run.fit.resources["clerk_prompt"]
 

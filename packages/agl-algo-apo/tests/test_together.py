@@ -96,7 +96,7 @@ def test_failures_that_another_algorithm_paid_for_are_looked_at_first(tmp_path: 
             name="orders",
             store=store,
             algorithm=[
-                agl.APO(tunes="other_prompt", name="payer", optimizer=served, budget=150, delete_every=0),
+                agl.APO(tunes="other_prompt", name="payer", optimizer=served, budget=150),
                 agl.APO(tunes="clerk_prompt", name="student", optimizer=served, budget=150, source="payer"),
             ],
             initial_resources=seeds,

@@ -25,9 +25,9 @@ Deviations from ProTeGi, and why:
   if no child did better and this one did no harm: with an all-or-nothing reward, single changes rarely show a gain,
   and several together may.
 - The best candidate is measured again if nothing beats it for long: the rewards that made it the best one flatter it.
-- Every change has to earn its place: every `delete_every` steps, if the search is stuck, and before its budget ends,
-  each new line of the best candidate is removed alone, and stays out unless that loses something on validation tasks.
-  This removes lines that a merge carried along, and lines that only help on training tasks.  (`deletion.py`)
+- Every change has to earn its place: if nothing beats the best candidate for long, and at the end, each of its new
+  lines is removed alone, and stays out unless that loses something on validation tasks. This removes lines that a merge
+  carried along, and lines that only help on training tasks.  (`deletion.py`)
 - If ``demonstrations`` allows it, every third step draws examples from recorded good runs of training tasks instead of
   asking critics, as MIPROv2 does (`demonstrator.py`). Its children pass the static checks, a trial on failures of
   the parent that none of them shows, and the race; each example that wins has to earn its place like a line.
@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from agl_algo_apo.acceptance.contest import contest, note_check, race
-from agl_algo_apo.acceptance.deletion import Deletion
+from agl_algo_apo.acceptance.deletion import prune
 from agl_algo_apo.measurement.evaluation import MeasureJob
 from agl_algo_apo.measurement.journal import CheckReport
 from agl_algo_apo.proposals.critics import Assignment, Critics
@@ -91,7 +91,6 @@ class APO(PromptSearch):
         val_batch_size: Validation tasks in the first slice of a race; each further slice is twice as long.
         parents: The choice of parents: ``selector``, ``p_best``, ``beam_width``.
         patience: Consecutive steps without an improvement that end the search.
-        delete_every: Number of steps after which changes that have not earned their place are removed; 0 for never.
         demonstrations: Recorded good runs that a prompt shows as examples: ``most``, 0 for none, and ``max_chars``.
         scoring: The scale of rewards, the final measurement and the error: ``perfect``, ``failure``, ``reserve``,
             ``test``, ``error``.
@@ -112,7 +111,6 @@ class APO(PromptSearch):
         val_batch_size: int = 8,
         parents: Parents = PARENTS,
         patience: int = 10,
-        delete_every: int = 6,
         demonstrations: Examples = EXAMPLES,
         scoring: Scoring = SCORING,
         publish: Publish = "improvement",
@@ -130,7 +128,6 @@ class APO(PromptSearch):
             val_batch_size=val_batch_size,
             parents=parents,
             patience=patience,
-            delete_every=delete_every,
             demonstrations=demonstrations,
             scoring=scoring,
             publish=publish,
@@ -142,17 +139,14 @@ class APO(PromptSearch):
         asks_twice = critic is not None or not settings.requests.keys().isdisjoint({"critique", "edit"})
         super().__init__(settings, algorithm="apo", calls=2 if asks_twice else 1)
         self._critics = Critics(self, asks_twice=asks_twice)
-        self._deletion = Deletion(self)
         self._demonstrator = Demonstrator(self)
 
     async def improve(self, step: int) -> None:
         """Take one step, as the module's docstring describes it."""
-        # After every third step without an improvement: p may have been lucky in m(p, D).
-        await self._remeasure_best(step)
-        # A step deletes or proposes, never both: the text that is judged must not change meanwhile.
-        if self._deletion.is_due(step):
-            await self._deletion.run(step)
-            return
+        # After every third step without an improvement: p may have been lucky in m(p, D), or hold lines that do harm.
+        if self.progress.stale and self.progress.stale % DOUBT_EVERY == 0:
+            await self._remeasure_best(step)
+            await prune(self, step)
         await read_failures(self.context, self.progress, perfect_score=self.settings.scoring.perfect)
         # p of this step; all children of the step are edits of it.
         parent = self._parent(step)  # 1
@@ -200,7 +194,7 @@ class APO(PromptSearch):
         # After every third step without an improvement, once each. It takes up to two validation passes: the tasks that
         # the best candidate has not run yet, and all of them again.
         left = self.budget.rollouts_left()
-        is_due = progress.stale % DOUBT_EVERY == 0 and progress.stale > progress.doubted and not progress.is_steady
+        is_due = progress.stale > progress.doubted and not progress.is_steady
         if not is_due or (left is not None and left < 2 * len(self.order)):
             return
         progress.doubted = progress.stale
@@ -223,7 +217,7 @@ class APO(PromptSearch):
                 progress.best = other.id
 
     def _parent(self, step: int) -> PromptCandidate:
-        # n and N of `ucb`: how often each candidate was a parent.
+        # How often each candidate was a parent.
         children = Counter(parent for candidate in self.lineage.all() for parent in candidate.parents)
         scores = self.evaluator.scores
         return select_parent(
@@ -363,6 +357,5 @@ class APO(PromptSearch):
     async def tidy(self, step: int) -> None:
         """Remove the changes that have not earned their place, before the final measurement."""
         # After an outage of the agent's servers no race could be decided.
-        can_run = self.progress.stop_reason != "infrastructure"
-        if can_run and self.settings.delete_every and self._deletion.unproven():
-            await self._deletion.run(step)
+        if self.progress.stop_reason != "infrastructure":
+            await prune(self, step)

@@ -28,6 +28,7 @@ and Talwalkar 2016, arXiv 1502.07943).
 from __future__ import annotations
 
 from statistics import fmean
+from string import digits
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -56,9 +57,6 @@ RACES: Mapping[str, str] = {
     "crown": "race against the best",
     "challenge": "second chance against the best",
     "prune": "race without one change",
-    "doubtful": "race without one change, once more",
-    "undo": "race without the most useless change",
-    "delete": "race without all useless changes",
 }
 """The name of each race in the journal, by the race's purpose."""
 
@@ -157,7 +155,7 @@ async def race(
         rival: The candidate to beat.
         rungs: Growing sets of validation tasks.
         step: The current step; with ``purpose`` it determines the ids of the rollouts.
-        purpose: A key of `RACES`, unique within the step.
+        purpose: A key of `RACES`, with a number if the step has several such races.
         may_tie: True if a tie is enough for an entrant to win, because the entrants are texts with a part removed.
 
     Raises:
@@ -172,7 +170,7 @@ async def race(
             break
         # The rival runs too where its rewards are unknown; all entrants share that cost.
         jobs = [MeasureJob(candidate, "val", tasks) for candidate in (rival, *running)]
-        await search.evaluator.measure(jobs, step=step, purpose=f"{purpose}{number}")  # pays for what is not known yet
+        await search.evaluator.measure(jobs, step=step, purpose=f"{purpose}-{number}")  # pays for what is not known yet
         theirs = scores.rewards(rival.id, "val", tasks)
         for candidate in list(running):
             ours = scores.rewards(candidate.id, "val", tasks)
@@ -184,7 +182,7 @@ async def race(
                 running.remove(candidate)
     for candidate, verdict in verdicts.items():  # after all rungs: a race that the budget cuts notes nothing
         # The journal gets both means, and the paired gain with its interval.
-        report = CheckReport(name=RACES[purpose], has_passed=verdict.has_won, step=step, rival=rival.id)
+        report = CheckReport(name=RACES[purpose.rstrip(digits)], has_passed=verdict.has_won, step=step, rival=rival.id)
         note_check(search, candidate, report, split="val", tasks=decided_on[candidate])
     return verdicts
 

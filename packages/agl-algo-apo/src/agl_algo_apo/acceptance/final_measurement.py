@@ -83,8 +83,8 @@ class Result(Record, frozen=True, kw_only=True):
         where = f"on {_SOURCES[self.how]}".format(n=self.score.n)
         if self.beaten_score is not None:
             return (
-                f"the first prompt stays, with a score of {self.seed_score.words}: the best candidate has "
-                f"{self.beaten_score.words}, {where}; over all tasks, {self.verdict}"
+                f"the first prompt stays, with a score of {self.seed_score.words}: the best candidate, "
+                f"{self.beaten}, has {self.beaten_score.words}, {where}; over all tasks, {self.verdict}"
             )
         if self.gain == exactly_nothing(self.gain.n):
             return f"nothing better than the first prompt was found; its score is {self.seed_score.words}"

@@ -32,7 +32,6 @@ import math
 from typing import TYPE_CHECKING
 
 from agl.acceptance import Gate, error_for
-from agl.errors import ConfigError
 from agl_algo_apo.acceptance.contest import note_check
 from agl_algo_apo.measurement.evaluation import MeasureJob
 from agl_algo_apo.measurement.journal import CheckReport
@@ -46,19 +45,20 @@ BLOCK = 5
 """Candidates that share their part of the error equally, B."""
 
 
-def check_proof(error: float, tasks: int) -> None:
-    """Raise :class:`ConfigError` if not even a text that gains the whole range of rewards could be proven better."""
+def warning_of(error: float, tasks: int) -> str:
+    """Return a warning if not even a text that gains the whole range of rewards could be proven better; else ``""``."""
     if error == 1:
-        return
+        return ""
     gate = Gate(error=error_for(1, error=error) / BLOCK)  # the first candidate's share is the largest
     while gate.verdict != "better":
         gate.update(0, 1)
-    if tasks < gate.count:
-        raise ConfigError(
-            f"{tasks} validation tasks are too few to prove any text better than the first one with scoring.error = "
-            f"{error:g}, so none would be published. Give at least {gate.count} (24 or more show smaller gains), or "
-            "set scoring.error = 1, which publishes the best text without a proof"
-        )
+    if tasks >= gate.count:
+        return ""
+    return (
+        f"{tasks} validation tasks are too few to prove any text better than the first one with scoring.error = "
+        f"{error:g}, so the first one stays live and the best one is reported without a proof. Give at least "
+        f"{gate.count} tasks (24 or more show smaller gains), or set scoring.error = 1 to publish the best one"
+    )
 
 
 def gate_of(search: SearchTools, candidate: PromptCandidate) -> Gate:

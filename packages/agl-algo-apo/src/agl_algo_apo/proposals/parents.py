@@ -1,17 +1,12 @@
 """The choice of the parent, the candidate from which the next proposals start.
 
-There are five ways. ``pareto`` is that of GEPA (Agrawal et al. 2025, arXiv 2507.19457, section 3): a candidate that
-leads on some validation task is kept as a parent, even if its mean is low, because it solves something that the others
-do not. Candidates whose every lead is shared by a remaining one are removed; the others are drawn in proportion to the
-number of tasks that they lead. ``ucb`` is the bandit rule UCB1 (Auer et al. 2002) over parents:
-
-    mean reward + sqrt(log(N) / (1 + n))        n: children of the candidate, N: 1 + all children
-
-Deviations: in ``pareto`` a task on which all score equally has no leader, because it distinguishes nothing. In ``ucb``
-the bonus counts children and not rollouts, since a choice pays for a child, and its constant is 1 and not sqrt(2).
+Half of the time it is the best candidate. Otherwise it is drawn as in GEPA (Agrawal et al. 2025, arXiv 2507.19457,
+section 3): a candidate that leads on some validation task is kept as a parent, even if its mean is low, because it
+solves something that the others do not. Candidates whose every lead is shared by a remaining one are removed; the
+others are drawn in proportion to the number of tasks that they lead. A task on which all score equally has no leader,
+because it distinguishes nothing. ``beam`` lets the best candidates take turns, as ProTeGi does.
 """
 
-import math
 import random
 from collections.abc import Mapping, Sequence
 
@@ -35,28 +30,18 @@ def select_parent(
         pool: The candidates that may be parents, each with at least one validation reward.
         best: The best candidate.
         evaluator: Holds the rewards.
-        settings: `parents.selector`: ``best``; ``beam``, the ``beam_width`` best candidates in turn; ``pareto``,
-            weighted by the validation tasks that a candidate leads; ``mixed``, best with probability ``p_best``, else
-            pareto; ``ucb``, the largest mean plus a bonus for few children.
+        settings: `parents.selector`: ``mixed``, the best candidate with probability ``p_best``, else one that leads on
+            some validation tasks; ``beam``, the ``beam_width`` best candidates in turn.
         draw: The random generator of this step.
         children: How often each candidate was a parent, by id.
     """
-    kind = settings.parents.selector
-    if kind == "mixed":
-        kind = (
-            "best" if draw.random() < settings.parents.p_best else "pareto"
-        )  # exploit with probability p_best, else explore
-    if kind == "best" or len(pool) == 1:
-        return best
+    parents = settings.parents
     means = {candidate.id: evaluator.mean(candidate.id, "val") for candidate in pool}
-    if kind == "beam":
-        beam = sorted(pool, key=lambda c: means[c.id], reverse=True)[: settings.parents.beam_width]
+    if parents.selector == "beam":
+        beam = sorted(pool, key=lambda c: means[c.id], reverse=True)[: parents.beam_width]
         return min(beam, key=lambda c: children.get(c.id, 0))  # the fewest children, so that all take turns
-    if kind == "ucb":
-        # N is at least 1, whose log is 0: before there is any child the means alone decide. 1 + n, so that a candidate
-        # without a child does not divide by zero.
-        total = 1 + sum(children.values())
-        return max(pool, key=lambda c: means[c.id] + math.sqrt(math.log(total) / (1 + children.get(c.id, 0))))
+    if draw.random() < parents.p_best or len(pool) == 1:  # exploit with probability p_best, else explore
+        return best
     leads = _leads(pool, evaluator)  # task positions by candidate id
     front = _front(sorted(pool, key=lambda c: means[c.id]), leads)  # the Pareto front over validation tasks
     # Without any lead all are equal on every task, and the best candidate is as good a parent as any.

@@ -56,7 +56,6 @@ class SearchProgress(msgspec.Struct, kw_only=True):
         shared_steps: The last step whose rollouts were read, by other algorithm.
         shared: A failing rollout of another algorithm with the best candidate's texts, by training task.
         proven: Changes of texts whose removal lost something, by resource.
-        deletions_tried: Ids of the candidates whose changes were undone one by one.
         used: The training tasks whose failures a critic has seen, by candidate.
     """
 
@@ -76,7 +75,6 @@ class SearchProgress(msgspec.Struct, kw_only=True):
     unusable: int = 0
     idle: int = 0
     proven: dict[str, list[str]] = {}
-    deletions_tried: list[str] = []
     used: dict[str, list[int]] = {}
     shared_steps: dict[str, int] = {}
     shared: dict[int, Measured] = {}

@@ -17,7 +17,7 @@ from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_algo_apo.acceptance.contest import slices
 from agl_algo_apo.acceptance.final_measurement import FinalTasks, Result, measure_again, rewards_by
-from agl_algo_apo.acceptance.proof import check_proof, prove
+from agl_algo_apo.acceptance.proof import prove, warning_of
 from agl_algo_apo.acceptance.static_checks import text_rules
 from agl_algo_apo.measurement.evaluation import Evaluator, check_splits, dataset_digest, environment_of
 from agl_algo_apo.measurement.journal import CheckReport, compared
@@ -78,7 +78,6 @@ class PromptSearch(SearchTools):
         # Stored here because steps and races read tasks, seed and store from it.
         self.context = context
         check_splits(context)
-        check_proof(self.settings.scoring.error, len(context.val))
         self.rules = text_rules(context, self.settings, algorithm=self._algorithm)
         # Refused here, before a rollout is paid for: a budget that ends before the method can show anything.
         self.plan: SpendingPlan = self._spending_plan(context)
@@ -134,6 +133,8 @@ class PromptSearch(SearchTools):
         # The slices of every race: F tasks, 2 F, 4 F, and so on, up to all tasks.
         self.rungs = slices(self.order, self.settings.val_batch_size)
         context.say(self.plan.words)
+        if warning := warning_of(self.settings.scoring.error, len(context.val)):
+            context.say(warning)
 
     async def step(self) -> StepReport:
         """Take the next step: measure the first prompt, improve, or finish with the final measurement."""
@@ -304,7 +305,6 @@ class PromptSearch(SearchTools):
         # Nor do the judgements that came from them.
         self.progress.used.clear()
         self.progress.proven.clear()
-        self.progress.deletions_tried.clear()
         await self.measure_whole(self.best, step)
 
     def _decide_stop(self, *, is_improved: bool, is_paid: bool) -> None:

@@ -20,7 +20,7 @@ from agl.schemas import Record
 from agl_algo_apo.proposals.optimizer import OptimizerSettings
 from agl_algo_apo.search.budget import CURRENCIES, BudgetLimits, Settings
 
-Selector = Literal["mixed", "best", "pareto", "beam", "ucb"]
+Selector = Literal["mixed", "beam"]
 Publish = Literal["improvement", "end"]
 Preset = Literal["light", "medium", "heavy"]
 PROPOSALS: Mapping[str, int] = {"light": 10, "medium": 25, "heavy": 60}
@@ -43,8 +43,8 @@ class Parents(Settings, frozen=True, kw_only=True):
     """The choice of parents (`proposals/parents.py`).
 
     Attributes:
-        selector: ``mixed``, ``best``, ``pareto``, ``beam`` or ``ucb``.
-        p_best: Probability with which ``mixed`` takes the best candidate.
+        selector: ``mixed`` or ``beam``.
+        p_best: Probability with which ``mixed`` takes the best candidate, and not one that leads on some tasks.
         beam_width: Number of candidates among which ``beam`` takes turns.
     """
 
@@ -126,7 +126,6 @@ class SearchSettings(Settings, frozen=True, kw_only=True):
     val_batch_size: Count = 8
     parents: Parents = PARENTS
     patience: Count = 10
-    delete_every: Whole = 6
     demonstrations: Examples = EXAMPLES
     scoring: Scoring = SCORING
     publish: Publish = "improvement"
