@@ -73,7 +73,7 @@ class CriticLearner:
         # float32 even with a bfloat16 policy: returns are compared, and 8 bits of precision blur them. All weights
         # train, under LoRA too: adapters were merged into the copy.
         self.model = ValueModel(loaded.model.float()).to(loaded.device).requires_grad_(requires_grad=True)
-        if learner.settings.compute.gradient_checkpointing:
+        if learner.checkpoints:
             checkpoint_gradients(self.model.trunk)
         self._optimizer = build_optimizer(self.model, settings)
         self._settings, self._clip = settings, clip

@@ -113,7 +113,8 @@ def training_of(plan: Plan, config: AlgorithmConfig) -> Training:
     return Training(
         dtype=str(parameter(factory, config.params, "compute.dtype") or Training().dtype),
         lora_rank=rank,
-        gradient_checkpointing=bool(parameter(factory, config.params, "compute.gradient_checkpointing")),
+        gradient_checkpointing=parameter(factory, config.params, "compute.gradient_checkpointing") or False,
+        moments=parameter(factory, config.params, "optim.moments") or "float32",
         token_budget=_number(factory, config, "compute.token_budget"),
         passes=epochs,
         other_passes=int(updates * epochs > 1) + (epochs if compares else 0),
