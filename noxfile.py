@@ -473,7 +473,8 @@ def gateway(session: nox.Session) -> None:
 @nox.session
 def torch(session: nox.Session) -> None:
     """Losses and estimators, the torch algorithms and the embedded policy server: tests and types."""
-    needs = [*ours(*LIGHT, "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH, *CLIENTS]
+    graph = ("langgraph", "langchain-openai", "hatchling>=1.27")  # of a template, and of the tutorial's plugin
+    needs = [*ours(*LIGHT, "agl-algo-torch[lora]", "agl-langchain"), *TEST_TOOLS, TORCH, *CLIENTS, *graph]
     tools = environment(session, needs)
     pytest(
         session, tools, "packages/agl-objectives/tests", "packages/agl-algo-torch/tests", "examples/tests", processes=2

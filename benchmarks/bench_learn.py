@@ -14,11 +14,16 @@ conversations. The baseline promotes every proposal at once.
   three users who give 30 % of the feedback do.
 - *Obedient*: the optimiser follows a rule that its training conversations like, and no other.
 - *Forgetting*: five kinds of questions become frequent one after another, with an optimiser that forgets.
+
+Each run has a seed of its own, and the runs are divided between two processes.
 """
 
 import asyncio
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -27,6 +32,8 @@ from agl_learn.users import contradicting
 from benchmarks._harness import Figure
 from benchmarks._wishes import GOOD, LETTERS, NEVER, Shop, expected, promote_everything
 from worlds.customers import PROMPT, Customers, settings
+
+Result = TypeVar("Result")
 
 RUNS, SEEDS, POISONED = 200, 20, 10
 """Runs of harm and drop, of drift, obedience and forgetting, and of each poison."""
@@ -98,7 +105,7 @@ def drift(*, seed: int) -> list[tuple[int, float]]:
     return found
 
 
-def poison(liars: Mapping[str, Collection[str]], *, seed: int, heavy: int = 0, kinds: str = "0") -> Shop:
+def serve_liars(liars: Mapping[str, Collection[str]], *, seed: int, heavy: int, kinds: str) -> Customers:
     """Serve 2,000 conversations of 100 users whose wish changes once."""
     asked = settings(tasks=400)
     shop = Shop(wish=lambda kind, n: "b" if n >= 500 else "a", settings=asked, seed=seed, kinds=kinds, liars=liars)
@@ -109,7 +116,15 @@ def poison(liars: Mapping[str, Collection[str]], *, seed: int, heavy: int = 0, k
         await shop.customers.serve(2000)
 
     asyncio.run(work())
-    return shop
+    return shop.customers
+
+
+def poison(count: int, *, seed: int, heavy: int, kinds: str) -> tuple[float, int, int]:
+    """Return the regret against honest users, and how many users and how many of ``count`` liars are named."""
+    liars = {user: kinds[-1] for user in LIARS[:count]}
+    clean, poisoned = (serve_liars(each, seed=seed, heavy=heavy, kinds=kinds) for each in ({}, liars))
+    named = poisoned.learner.state.excluded.keys()
+    return sum(expected(clean)) - sum(expected(poisoned)), len(named), len(named & liars.keys())
 
 
 def obedient(*, seed: int, is_gated: bool) -> float:
@@ -153,11 +168,21 @@ def forgetting(*, seed: int, is_gated: bool) -> tuple[float, float]:
     return 100 * (best[0] - served[-1][0]), min(end / top for end, top in zip(served[-1], best, strict=True))
 
 
+def each_seed(run: Callable[..., Result], count: int) -> list[Result]:
+    """Run with the seeds from 0 to before ``count``, in two processes."""
+    with ProcessPoolExecutor(2) as pool:
+        return list(pool.map(partial(_seeded, run), range(count)))
+
+
+def _seeded(run: Callable[..., Result], seed: int) -> Result:
+    return run(seed=seed)
+
+
 def harm_figures(runs: int) -> list[Figure]:
     """The calls and the reward that harmful candidates and versions that became worse cost."""
     figures: list[Figure] = []
     for old, bad in HARMED:
-        found = [harm(old, bad, seed=seed) for seed in range(runs)]
+        found = each_seed(partial(harm, old, bad), runs)
         lost = [reward for _, reward in found]
         ended = 100 * sum(calls <= 60 for calls, _ in found) / runs
         name = f"harm from {old} to {bad}"
@@ -166,7 +191,7 @@ def harm_figures(runs: int) -> list[Figure]:
             mean_figure(f"{name}: reward lost", lost, bar=14, baseline=300.0, name="1,000 answers without a gate"),
             Figure(name=f"{name}: reward lost, worst", value=max(lost), unit="", bar=30, better="lower"),
         ]
-    drops = [drop(seed=seed) for seed in range(runs)]
+    drops = each_seed(drop, runs)
     lost = sorted(reward for _, reward in drops)
     figures += [
         Figure(name="drop: rolled back", value=100 * sum(is_over for is_over, _ in drops) / runs, unit="%", bar=95),
@@ -198,7 +223,7 @@ def mean_figure(
 
 def drift_figures(seeds: int) -> list[Figure]:
     """Measure how soon the service follows its users."""
-    found = [drift(seed=seed) for seed in range(seeds)]
+    found = each_seed(drift, seeds)
     in_time = 100 * sum(all(back <= 300 for back, _ in run) for run in found) / seeds
     regrets = [regret for run in found for _, regret in run]
     return [
@@ -216,29 +241,23 @@ def poison_figures(seeds: int) -> list[Figure]:
         ("one of two kinds", 30, 0, "01"),
         ("heavy", 3, 3, "0"),
     ):
-        liars = {user: kinds[-1] for user in LIARS[:count]}
-        regrets: list[float] = []
-        named = right = 0
-        for seed in range(seeds):
-            clean = poison({}, seed=seed, heavy=heavy, kinds=kinds)
-            poisoned = poison(liars, seed=seed, heavy=heavy, kinds=kinds)
-            regrets.append(sum(expected(clean.customers)) - sum(expected(poisoned.customers)))
-            excluded = poisoned.customers.learner.state.excluded
-            named, right = named + len(excluded), right + len(excluded.keys() & liars.keys())
+        found = each_seed(partial(poison, count, heavy=heavy, kinds=kinds), seeds)
+        regrets, named, right = zip(*found, strict=True)
+        precision, recall = sum(right) / max(1, sum(named)), sum(right) / (count * seeds)
         figures += [
             mean_figure(f"poison about {name}: regret", regrets, bar=40),
-            Figure(name=f"poison about {name}: precision", value=right / named if named else 0.0, unit="", bar=0.9),
-            Figure(name=f"poison about {name}: recall", value=right / (count * seeds), unit="", bar=0.9),
+            Figure(name=f"poison about {name}: precision", value=precision, unit="", bar=0.9),
+            Figure(name=f"poison about {name}: recall", value=recall, unit="", bar=0.9),
         ]
     return figures
 
 
 def keeping_figures(seeds: int) -> list[Figure]:
     """Measure the reward with an obedient model, and on earlier kinds of questions, with and without the gate."""
-    gated = [obedient(seed=seed, is_gated=True) for seed in range(seeds)]
-    free = [obedient(seed=seed, is_gated=False) for seed in range(seeds)]
-    kept = [forgetting(seed=seed, is_gated=True) for seed in range(seeds)]
-    forgot = [forgetting(seed=seed, is_gated=False) for seed in range(seeds)]
+    gated = each_seed(partial(obedient, is_gated=True), seeds)
+    free = each_seed(partial(obedient, is_gated=False), seeds)
+    kept = each_seed(partial(forgetting, is_gated=True), seeds)
+    forgot = each_seed(partial(forgetting, is_gated=False), seeds)
     ungated = "every proposal promoted at once"
     return [
         Figure(

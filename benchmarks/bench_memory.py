@@ -96,7 +96,7 @@ def make_grpo() -> Any:
 class Player:
     """Plays rollouts of random tokens, of which the last tenth was sampled."""
 
-    length = SHORT
+    length, vocabulary = SHORT, VOCABULARY
 
     def play(self, order: RolloutOrder) -> Episode:
         """One call on one row."""
@@ -108,7 +108,7 @@ class Player:
             **names,
             group_id=rollout.group_id,
             branch=0,
-            ids=pack_ids(source.randrange(VOCABULARY) for _ in is_sampled),
+            ids=pack_ids(source.randrange(self.vocabulary) for _ in is_sampled),
             mask=bytes(map(int, is_sampled)),
             logprobs=pack_floats(-10.0 * sampled for sampled in is_sampled),
             segments=(part,),

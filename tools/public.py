@@ -48,6 +48,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.exports",
         "agl_inspect.forecast.costs",
         "agl_inspect.forecast.faults",
+        "agl_inspect.forecast.fitting",
         "agl_inspect.forecast.models",
         "agl_inspect.forecast.observed",
         "agl_inspect.forecast.queueing",

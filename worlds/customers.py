@@ -59,7 +59,7 @@ class Customers:
     regression: int = 0
     settle_s: float = 0.0
     lag: int = 0
-    contradicting: Callable[[Sequence[Conversation]], Mapping[str, str]] = lambda _: {}
+    contradicting: Callable[[Sequence[Conversation], Sequence[Mapping[str, str]]], Mapping[str, str]] = lambda *_: {}
     weights: Sequence[str] = ()
     store: Store = field(default_factory=MemoryStore)
     past: list[Conversation] = field(default_factory=list[Conversation])

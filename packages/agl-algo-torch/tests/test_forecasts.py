@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -19,10 +19,12 @@ from agl_algo_torch.learner import policy_learner
 from agl_algo_torch.learner.batch import micro_batches
 from agl_algo_torch.learner.model import checkpoint_gradients
 from agl_algo_torch.learner.packing import pack, packs_rows
-from agl_algo_torch.learner.policy_learner import random_row, update_seconds
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, random_row, update_seconds
 from agl_algo_torch.learner.scoring import find_head
+from agl_inspect.forecast import costs
 from agl_inspect.forecast.costs import Training, memory_of
-from agl_inspect.forecast.models import shape_from
+from agl_inspect.forecast.models import shape_from, shape_of_model
+from agl_objectives.settings import Compute, Optim
 
 from .token_world import made
 
@@ -107,6 +109,7 @@ def peak_of(sizes: dict[str, int], *, is_checkpointed: bool, dtype: torch.dtype 
         (SMALL, True, "bfloat16"),
         (WIDE, False, "bfloat16"),
         (WIDE, True, "float32"),
+        (WIDE, True, "bfloat16"),
     ],
     ids=lambda value: f"{value['hidden_size']}-wide" if isinstance(value, dict) else str(value),
 )
@@ -119,7 +122,21 @@ def test_memory_of_a_step_is_what_the_forecast_says(sizes: dict[str, int], is_ch
     forecast = memory_of(shape, training, tokens=ROWS * TOKENS, trained=ROWS * TRAINED).training
     real = peak_of(sizes, is_checkpointed=is_checkpointed, dtype=torch.bfloat16 if dtype == "bfloat16" else None)
 
-    assert forecast == pytest.approx(real, rel=0.15)
+    assert forecast == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trainer_and_forecast_agree_on_what_a_pass_keeps(
+    dtype: Literal["float32", "bfloat16"], model_dir: Path
+) -> None:
+    settings = LearnerSettings(optim=Optim(), compute=Compute(device="cpu", dtype=dtype))
+    learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings)
+    training = Training(dtype=dtype)
+
+    forecast = costs.kept_per_token(shape_of_model(str(model_dir), folder=model_dir), training)
+
+    assert forecast == pytest.approx(policy_learner.kept_per_token(learner.loaded), rel=0.1)
+    assert costs.KEPT_SHARE == policy_learner.KEPT_SHARE
 
 
 def test_update_is_measured_on_rows_of_the_given_lengths(model_dir: Path) -> None:

@@ -10,10 +10,11 @@ from transformers import BertConfig, BertLMHeadModel, OPTConfig, OPTForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
+from agl_algo_torch.learner import policy_learner
 from agl_algo_torch.learner.batch import from_tokens, micro_batches
 from agl_algo_torch.learner.critic import CriticLearner
 from agl_algo_torch.learner.model import checkpoint_gradients, trainable_state
-from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, kept_per_token
 from agl_objectives.settings import Compute, Lora, Optim
 
 if TYPE_CHECKING:
@@ -64,6 +65,21 @@ def test_layers_computed_again_give_the_same_gradient_and_keep_less(model_dir: P
         assert modes == [module.training for module in learner.loaded.model.modules()]
         learner.export(model_dir / "out", step=step + 1, keep=1)
         modes = [module.training for module in learner.loaded.model.modules()]
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+def test_layers_are_computed_again_by_default_where_a_pass_would_keep_a_quarter_of_the_memory(
+    model_dir: Path, lora: Lora | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def checkpoints(*, memory: float, **settings: Any) -> bool:
+        monkeypatch.setattr(policy_learner, "_memory", lambda _: memory)
+        return learner_of(model_dir, lora=lora, **settings).checkpoints
+
+    kept = kept_per_token(learner_of(model_dir, lora=lora).loaded)
+    assert checkpoints(memory=4 * 512 * kept - 1, token_budget=512)
+    assert not checkpoints(memory=4 * 512 * kept, token_budget=512)
+    assert not checkpoints(memory=0, token_budget=512, gradient_checkpointing=False)
+    assert checkpoints(memory=1e15, token_budget=512, gradient_checkpointing=True)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4)])

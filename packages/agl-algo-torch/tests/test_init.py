@@ -1,4 +1,4 @@
-"""The templates ``weights`` and ``tiny`` of ``agl init`` run: the first with a tiny model, the second with its own."""
+"""The templates of ``agl init`` that train weights run: ``weights`` with a tiny model, the others with their own."""
 
 import re
 import shlex
@@ -44,10 +44,11 @@ def test_template_to_train_weights_runs(
 
 
 @pytest.mark.long
-def test_tiny_template_makes_its_model_and_learns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", ["tiny", "weights-langgraph"])
+def test_template_that_makes_its_model_learns(template: str, tmp_path: Path) -> None:
     python = shlex.quote(sys.executable)
-    made = TEMPLATES["tiny"].command.replace("python", python, 1)
-    for command in (f"{python} -m agl init -t tiny", made, f"{python} -m agl run experiment.toml --quiet"):
+    made = TEMPLATES[template].command.replace("python", python, 1)
+    for command in (f"{python} -m agl init -t {template}", made, f"{python} -m agl run experiment.toml --quiet"):
         done = subprocess.run(shlex.split(command), cwd=tmp_path, capture_output=True, text=True, check=True)
     (before, after) = re.findall(r"reward: ([\d.]+) before, ([\d.]+) after", done.stdout)[0]
     assert float(before) < 0.2 < 0.7 < float(after)

@@ -44,7 +44,7 @@ QWEN_MOE = {
     "num_experts_per_tok": 8,
     "vocab_size": 151936,
 }
-FULL, LORA = Training(), Training(lora_rank=32)
+FULL, LORA, EIGHT = Training(), Training(lora_rank=32), Training(moments="8bit")
 SMALL = Training(lora_rank=32, gradient_checkpointing=True)
 
 
@@ -169,6 +169,27 @@ def test_keys_and_values_of_a_token_take_what_grouped_attention_leaves() -> None
     assert 1024 * 131_072 == memory.kv_cache  # 2 * 32 layers * 8 heads * 128 * 2 bytes
 
 
+def test_moments_in_8_bits_take_a_quarter_and_a_critic_has_all_weights_under_adapters() -> None:
+    eight, both = (memory_of(llama(), one, tokens=1, trained=1) for one in (EIGHT, replace(LORA, has_critic=True)))
+    critic = llama().weights - 128_256 * 4096
+
+    assert 0.25 * 8 * llama().weights == pytest.approx(eight.optimizer, rel=0.02)
+    assert 8 * (llama().adapters(32) + critic) == both.optimizer
+    assert 4 * critic == both.gradients  # those of the policy are gone when the critic trains
+
+
+def test_changes_of_settings_fit_and_cheaper_ones_do_not() -> None:
+    tight = replace(device_of("h100"), memory=60e9)
+    found = forecast_on(tight, llama(), LORA, recorded())
+    fewer = forecast_on(tight, llama(), replace(LORA, token_budget=8192), recorded())
+    again = forecast_on(tight, llama(), replace(LORA, gradient_checkpointing=True), recorded())
+
+    assert found.memory.training + found.memory.serving > 0.9 * 60e9
+    assert found.changes
+    assert not again.changes
+    assert fewer.memory.training < found.memory.training
+
+
 def test_adapters_leave_the_base_without_gradient_and_moments() -> None:
     full, lora = (memory_of(llama(), training, tokens=1024, trained=256) for training in (FULL, LORA))
 
@@ -178,8 +199,10 @@ def test_adapters_leave_the_base_without_gradient_and_moments() -> None:
 
 
 def test_checkpointing_keeps_a_fraction_of_a_pass() -> None:
-    plain = memory_of(llama(), FULL, tokens=8192, trained=800)
-    again = memory_of(llama(), Training(gradient_checkpointing=True), tokens=8192, trained=800)
+    plain, again = (
+        memory_of(llama(), Training(dtype="float32", gradient_checkpointing=is_on), tokens=8192, trained=800)
+        for is_on in (False, True)
+    )
 
     assert again.activations < 0.2 * plain.activations
     assert again.weights == plain.weights
@@ -253,14 +276,25 @@ def test_rollouts_without_tokens_are_planned_too() -> None:
     ("device", "model", "training", "verdict"),
     [
         ("h200", "0.5B", FULL, "trainer and server fit side by side"),
-        ("h100", "8B", FULL, "the trainer does not fit; gradient_checkpointing or lora_rank would help"),
+        ("h100", "8B", FULL, "do not fit; the cheapest change with which they fit: compute.gradient"),
         ("h100", "8B", SMALL, "trainer and server fit side by side"),
-        ("h200", "70B", SMALL, "the trainer does not fit; a smaller token_budget would help"),
-        ("l4", "70B", SMALL, "the trainer does not fit; a smaller token_budget would help"),
-        ("h100", "3B", Training(gradient_checkpointing=True), "trainer and server fit side by side"),
-        ("h100", "20B", SMALL, "trainer and server fit on a device each, not on one"),
-        ("a100-80", "3.8B", Training(gradient_checkpointing=True), "fill more than 90% of it"),
-        ("a10", "1.5B", Training(dtype="float32"), 'dtype = "bfloat16"'),
+        ("h100", "3B", Training(gradient_checkpointing="auto"), "trainer and server fit side by side"),
+        ("h200", "70B", SMALL, 'use = "verl", engine = "ray", trainer.nnodes = 1, trainer.n_gpus_per_node = 2,'),
+        ("h100", "70B", FULL, "trainer.nnodes = 4, trainer.n_gpus_per_node = 8,"),
+        ("l4", "300B", FULL, "no known change is enough: take a smaller model"),
+        (
+            "h100",
+            "20B",
+            SMALL,
+            'fit on a device each, not on one; the cheapest change with which they fit: use = "verl"',
+        ),
+        ("a100-80", "3.8B", Training(gradient_checkpointing=True), 'they fit: optim.moments = "8bit"'),
+        (
+            "a100-40",
+            "1.5B",
+            Training(dtype="float32", gradient_checkpointing="auto"),
+            'they fit: compute.dtype = "bfloat16"',
+        ),
     ],
 )
 def test_report_says_if_it_fits_and_that_nothing_was_measured(

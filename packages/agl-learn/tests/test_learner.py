@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from agl.errors import ConfigError
-from agl_inspect.learning import computed_again
+from agl_inspect.learning import computed_again, served_gates
 from agl_inspect.records.labels import labels_of, move
-from agl_inspect.records.learning import LearnerControl
+from agl_inspect.records.learning import GateRules, LearnerControl, ServedUnit
 from agl_inspect.records.splits import HOSTED, SERVED, HostedVersions
 from agl_learn.contracts import Conversation, SettledPage
 from agl_learn.fall import FallDetector
@@ -212,7 +212,7 @@ def test_conversations_of_one_user_count_once() -> None:
 
 
 def test_excluded_users_do_not_count() -> None:
-    def contradicting(past: Sequence[Conversation]) -> dict[str, str]:
+    def contradicting(past: Sequence[Conversation], tried: object) -> dict[str, str]:
         return {each.user: "reports the opposite" for each in past if each.user == "u0"}
 
     customers = serving({"old": 0.3, "new": 0.8}, proposes="new", tasks=0, share=(0.5,), units=5)
@@ -231,11 +231,54 @@ def test_fall_is_noticed_without_the_excluded_users() -> None:
 
     customers = serving(liked)
     customers.users, customers.liars = 20, {f"u{n}": ("",) for n in range(10)}
-    customers.contradicting = lambda past: dict.fromkeys(customers.liars, "reports the opposite")
+    customers.contradicting = lambda *_: dict.fromkeys(customers.liars, "reports the opposite")
 
     learner = run(customers, 400)
 
     assert abs(learner.state.changed_at - 300) < 20
+
+
+@pytest.mark.parametrize("users", [1, 2, 3])
+def test_fall_among_few_users_is_noticed(users: int) -> None:
+    def liked(version: str, kind: str, number: int) -> float:
+        return 0.9 if number < 300 else 0.1
+
+    customers = serving(liked)
+    customers.users = users
+
+    learner = run(customers, 400)
+
+    assert abs(learner.state.changed_at - 300) < 20
+
+
+def test_one_of_many_users_raises_no_alarm() -> None:
+    def liked(version: str, kind: str, number: int) -> float:
+        return 0.9
+
+    customers = serving(liked)
+    customers.users = 20
+
+    async def work() -> None:
+        await customers.open("old")
+        await customers.serve(200)
+        customers.users, customers.liars = 1, {"u0": ("",)}
+        await customers.serve(200)
+
+    asyncio.run(work())
+
+    assert not customers.learner.state.changed_at
+
+
+def test_suspicion_does_not_end_by_early_luck() -> None:
+    lucky = [
+        ServedUnit(unit=f"u{n}", candidate="c1", kind="", is_new=bool(n % 2), share=0.5, reward=float(n % 2))
+        for n in range(13)
+    ]
+
+    gate = served_gates(GateRules(error=0.05), "suspicion", lucky)["suspicion"]
+
+    assert gate.evidence > 5
+    assert "open" == gate.verdict
 
 
 def test_replay_ends_if_no_other_users_come() -> None:
@@ -280,7 +323,7 @@ def test_users_who_come_again_count_again_after_a_fall() -> None:
 
 
 def test_user_stays_excluded_while_the_ratings_contradict() -> None:
-    def contradicting(past: Sequence[Conversation]) -> dict[str, str]:
+    def contradicting(past: Sequence[Conversation], tried: object) -> dict[str, str]:
         return {"u0": "reports the opposite"} if sum(each.user == "u0" for each in past) > 11 else {}
 
     customers = serving({"old": 0.5})

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agl_learn.contracts import Conversation
 from agl_learn.users import contradicting, limit_per_user
@@ -103,17 +104,17 @@ def test_nobody_is_named_where_honest_users_agree_too_little() -> None:
 
 
 def test_named_user_has_a_reason_with_the_evidence() -> None:
-    users = [*HUNDRED * 3, *["x"] * 20]
+    users = [*HUNDRED * 6, *["x"] * 40]
 
     named = contradicting(ratings(users, bad={"x"}, seed=1, rates={"": 0.9}))
 
     assert ["x"] == list(named)
-    assert named["x"].startswith("ratings in 20 conversations contradict those of the other users, evidence ")
+    assert named["x"].startswith("ratings in 40 conversations contradict those of the other users, evidence ")
     assert named["x"].endswith(" to 1")
 
 
 def test_reason_names_the_kind_that_a_user_spoils() -> None:
-    users = [*HUNDRED * 6, *["x"] * 20]
+    users = [*HUNDRED * 12, *["x"] * 80]
     rates = {"refund": 0.9, "address": 0.9, "hours": 0.9}
 
     named = contradicting(ratings(users, bad={"x"}, seed=1, rates=rates, spoiled="hours"))
@@ -140,6 +141,35 @@ def test_thousand_users_are_compared_whatever_their_order() -> None:
     precision, recall = precision_and_recall(set(named), set(users[:200]))
     assert precision >= 0.9
     assert recall >= 0.8
+
+
+def with_dissenters(bad: set[str], *, seed: int) -> list[Conversation]:
+    """Five of a hundred users dislike most answers about one of two kinds, which the others like."""
+    draw = random.Random(seed)
+    found: list[Conversation] = []
+    for number, user in enumerate(draw.sample(HUNDRED * 20, 2_000)):
+        kind = draw.choice(("refund", "hours"))
+        is_content = draw.random() < (0.3 if kind == "hours" and user in HUNDRED[95:] else 0.85)
+        found.append(rated(number, user, kind, float(is_content != (user in bad))))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_users_with_another_taste_about_one_kind_are_rarely_named(seed: int) -> None:
+    assert len(contradicting(with_dissenters(set(), seed=seed))) <= 1
+    precision, recall = precision_and_recall(set(contradicting(with_dissenters(BAD, seed=seed))), BAD)
+    assert precision >= 0.9
+    assert recall >= 0.9
+
+
+def test_users_whom_a_tried_version_harms_are_not_named() -> None:
+    before = ratings(HUNDRED * 10, bad=set(), seed=1, rates={"": 0.85})
+    harmed = [
+        replace(each, rollout_id=f"d{each.rollout_id}", started_at=each.started_at + 1_000, versions={"prompt": "v2"})
+        for each in ratings(HUNDRED * 10, bad=BAD, seed=2, rates={"": 0.95})
+    ]
+
+    assert len(contradicting([*before, *harmed])) > 3 * len(contradicting([*before, *harmed], [{"prompt": "v2"}]))
 
 
 def test_only_ratings_by_known_users_count() -> None:

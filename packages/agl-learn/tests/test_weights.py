@@ -21,7 +21,7 @@ from agl.contracts import POLICY_KEY_ENV, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import ResourceVersion, Weights
 from agl_inspect.records.learning import GateRules, LearningCandidate, LearningRecords
-from agl_inspect.records.splits import HOSTED, SERVED, ServedSplit
+from agl_inspect.records.splits import HOSTED, SERVED, HostedVersions, ServedSplit
 from agl_inspect.terminal.query import CONVERSATIONS
 from agl_learn.contracts import Conversation
 from agl_learn.host import Host, policy_of
@@ -90,6 +90,8 @@ def test_replay_runs_two_versions_of_a_policy_side_by_side(folder: Path) -> None
 
     async def replay(file: LearnerFile) -> Any:
         await publish(file, bad="rude", good="kind")
+        hosted = HostedVersions(models={"bad": "elsewhere", "good": "elsewhere"})  # which the replay does not use
+        await HOSTED.add(file.store, {"small": hosted})
         async with aclosing(TrialReplayer(file).pairs(candidate, talks, done=())) as pairs:
             found = [(pair.old, pair.new, pair.control) async for pair in pairs]
         rollouts = await file.store.rollouts(RolloutQuery(experiment="support-replay-c1", limit=100))

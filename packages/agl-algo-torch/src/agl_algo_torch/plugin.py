@@ -1,10 +1,11 @@
-"""Registers the algorithms and the model server of this distribution, without importing torch."""
+"""Registers the algorithms, the model server and the export format of this distribution, without importing torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from agl import AlgorithmEntry, PolicyEntry, hookimpl
+from agl.contracts import CommandEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,4 +83,15 @@ def agl_policies() -> Iterable[PolicyEntry]:
         factory="agl_algo_torch.serving.policy:TorchPolicy",
         summary="OpenAI-compatible server over the model in training, in this process",
         trains=True,
+    )
+
+
+@hookimpl
+def agl_commands() -> Iterable[CommandEntry]:
+    """Yield the format `merged` of `agl data export`; see `agl_inspect.exports`."""
+    yield CommandEntry(
+        name="merged",
+        parent="export",
+        factory="agl_algo_torch.learner.weights:write_merged",
+        summary="the weights of a policy with its adapter merged, as a Hugging Face directory",
     )

@@ -112,7 +112,7 @@ class GatewayService:
         self._outage = Outage(store, is_watched=bool(spools))
         has_versions = any(policy_of(each.upstream) != name for name, each in self.router.targets.items())
         has_arms = arms or split is not None or has_versions
-        self._arms = ArmRoutes(store, self.router, outage=self._outage) if has_arms else None
+        self._arms = ArmRoutes(store, self.router, outage=self._outage, has_hosts=arms) if has_arms else None
         self._queue = QueueLength(store)
         self.recorder = Recorder(
             store,

@@ -3,6 +3,8 @@
 A plugin registers a format as a command below ``export``: ``CommandEntry(name="atif", parent="export", ...)``. The
 entry's factory is called with one :class:`ExportSetup` as ``setup`` and builds an :class:`ExportWriter`. The command
 chooses the rollouts, opens the file, and gives the file its final name once everything is written.
+
+The format ``merged`` is an exception: its factory is a function that gets trained weights and the directory to write.
 """
 
 import math

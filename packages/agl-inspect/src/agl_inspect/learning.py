@@ -13,9 +13,6 @@ from agl_inspect.records.learning import Decision, GateRules, LearningCandidate,
 REGRESSION = "regression"
 """The kind of the tasks that every candidate has to solve as well as the versions before it."""
 
-SUSPICION_ERROR = 0.2
-"""The error of a rollback during a suspicion: the versions before are known, so a wrong rollback costs little."""
-
 SUSPICION_BUDGET = 100
 """Units after which a suspicion ends: with a rollback if the versions before seem to be better."""
 
@@ -70,10 +67,7 @@ def served_gates(rules: GateRules, stage: str, units: Sequence[ServedUnit]) -> d
 
     ``units`` are the units since the stage began.
     """
-    if stage == "suspicion":
-        gates = {stage: Gate(error=SUSPICION_ERROR, budget=SUSPICION_BUDGET)}
-    else:
-        gates = {stage: Gate(error=rules.error)}
+    gates = {stage: Gate(error=rules.error, budget=SUSPICION_BUDGET if stage == "suspicion" else None)}
     if stage == "canary":
         gates |= {f"guard-{name}": Gate(error=rules.error) for name in rules.guard}
     for unit in units:

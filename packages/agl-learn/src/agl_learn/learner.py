@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 from msgspec.structs import replace
@@ -56,9 +57,6 @@ HOLDBACK = "holdback"
 FAILING = 0.3
 """The gain in the replay from which a canary begins at its last share: the served versions are plainly failing."""
 
-FAMILIAR = 5
-"""Ratings of accepted versions from which it is known whether a user agrees with the others."""
-
 ENOUGH = 50
 """Pairs after which a replay without a gain ends; fewer pairs say too little about a small gain."""
 
@@ -67,6 +65,9 @@ UNEASY = 4.0
 
 _APART = 3
 """Between two conversations of a unit that are looked at for a fall, there are those of this many other units."""
+
+_LATELY = 20
+"""The number of conversations in which units are counted: fewer than `_APART` others cannot come between."""
 
 _BATCH = 200
 
@@ -79,7 +80,8 @@ class Parts:
         traffic: Reads served conversations.
         proposer: Runs the algorithms.
         replayer: Runs versions on recorded conversations.
-        contradicting: Names the users whose feedback contradicts the others, with the reason.
+        contradicting: Names the users whose feedback contradicts the others, with the reason, from conversations and
+            the versions that are on trial.
         clock: Returns Unix seconds.
         say: Prints a line for a person.
     """
@@ -87,7 +89,7 @@ class Parts:
     traffic: Traffic
     proposer: Proposer
     replayer: Replayer
-    contradicting: Callable[[Sequence[Conversation]], Mapping[str, str]]
+    contradicting: Callable[[Sequence[Conversation], Sequence[Mapping[str, str]]], Mapping[str, str]]
     clock: Callable[[], float]
     say: Callable[[str], None]
 
@@ -128,7 +130,7 @@ class Learner:
         self._work: asyncio.Task[None] | None = None
         self._proposals: list[Proposal] | None = None
         self._fall = FallDetector()
-        self._heard: deque[str] = deque(maxlen=_APART)
+        self._heard: deque[str] = deque(maxlen=_LATELY)
         self._tried: list[dict[str, str]] = []
         self._unsaved: dict[str, bytes] = {}
         self._is_state_saved = True
@@ -255,8 +257,9 @@ class Learner:
         if conversation.reward is None or is_excluded or not serves(conversation, served):
             return
         unit = self._unit(conversation)
-        if unit in self._heard:
-            return  # otherwise a single user could raise an alarm
+        others = max(0, min(_APART, len(set(self._heard)) - 1))
+        if unit in islice(reversed(self._heard), others):
+            return  # otherwise one of many users could raise an alarm
         self._heard.append(unit)
         self._fall.add(conversation.reward, at=conversation.started_at, kind=conversation.kind)
         if not self._fall.has_fallen:
@@ -449,7 +452,8 @@ class Learner:
         if self._work is not None or not (self.state.is_learning or (is_due and not control.is_paused)):
             return
         if not self.state.is_learning:
-            excluded = await self._contradicting()
+            tried = [way.candidate.versions for way in self._ways.values()]
+            excluded = dict(self._parts.contradicting(await self._recent(), tried))
             for user in sorted(excluded.keys() - self.state.excluded.keys()):
                 self._parts.say(f"the feedback of {user!r} does not count any more: {excluded[user]}")
             self._set(
@@ -464,20 +468,6 @@ class Learner:
             await self._save()
             self._parts.say(f"round {self.state.rounds}: learning from {self.state.rated:,} rated conversations")
         self._background(self._learn())
-
-    async def _contradicting(self) -> dict[str, str]:
-        """Return the users whose feedback does not count, with the reason.
-
-        Users whom a candidate harms contradict those whom it does not harm. So users who agree with the others about
-        the accepted versions still count.
-        """
-        recent = await self._recent()
-        tried = [way.candidate.versions for way in self._ways.values()]
-        accepted = [each for each in recent if not any(serves(each, versions) for versions in tried)]
-        known = Counter(each.user for each in accepted if each.is_explicit)
-        contradicting = self._parts.contradicting(accepted)
-        agreeing = {user for user, count in known.items() if count >= FAMILIAR and user not in contradicting}
-        return {user: why for user, why in self._parts.contradicting(recent).items() if user not in agreeing}
 
     async def _learn(self) -> None:
         train = [each for each in await self._history() if not self._is_held_out(each)]

@@ -1,19 +1,23 @@
 """Names users whose ratings contradict those of the others, and limits how much one user counts.
 
-The expected rating m of a conversation is the mean of what other users gave to the same kind of task and the same
-versions at about the same time. In this mean all users count alike, however much they rate.
+The ratings of each kind of task and versions, sorted by time, are divided into blocks. In a block, the probability m of
+a 1 has the beta distribution that follows from the other users' ratings. All users count alike there, however much they
+rate. A user is one of three:
 
-A user who rates like the others says 1 with probability m; one who contradicts them says 1 with probability 1 - m.
-Expectation-maximisation (Dempster, Laird and Rubin 1977) finds both the users who contradict and m, to which their
-ratings then count the other way round: first for all ratings, then for those about each kind of task, because users may
-agree to spoil one kind only.
+    agrees         says 1 with probability m
+    contradicts    says 1 with probability 1 - m
+    differs        says 1 with a probability of the user's own, uniform from 0 to 1, in each block
+
+Users with a taste of their own differ. Expectation-maximisation (Dawid and Skene 1979) finds the probability of each of
+the three for every user, and m, to which the ratings of those who contradict count the other way round: first for all
+ratings, then for those about each kind of task, because users may agree to spoil one kind only.
 
 As many users are named as leave a small expected share of honest ones among them, so the number of users is accounted
 for. In doubt m is moved towards 1/2, because otherwise chance alone would divide honest users into two camps.
 
-Users can be told apart only where most users agree. At a rate near 1/2 both kinds of users say the same. With 20
-conversations for each user, a share of 0.7 that say 1 is the least that suffices. Where most users of a kind contradict
-the truth, the honest ones are named.
+Users can be told apart only where most users agree. At a rate near 1/2 all of them say the same. With 20 conversations
+for each user, a share of 0.7 that say 1 is the least that suffices. Where most users of a kind contradict the truth,
+the honest ones are named, and a user who dislikes what all others like looks much like one who contradicts.
 """
 
 import math
@@ -24,9 +28,10 @@ from typing import NamedTuple
 from agl.acceptance import odds_text
 from agl.hints import count_of
 from agl_learn.contracts import Conversation
+from agl_learn.way import serves
 
-_NEAR = 50
-"""How many earlier and how many later ratings are compared with a rating."""
+_BLOCK = 60
+"""About how many ratings are compared with each other."""
 
 _CLIP = 0.1
 """The least probability of a rating: a single one is never overwhelming."""
@@ -34,8 +39,14 @@ _CLIP = 0.1
 _PRIOR = 0.05
 """The share of contradicting users that is assumed at first."""
 
+_DIFFER = 0.02
+"""The share of users who differ. A few ratings of each user say too little about it."""
+
 _FALSE = 0.05
 """The largest expected share of honest users among the named ones."""
+
+_AGREEING = math.log(3)
+"""The log of the odds from which a user agrees; at most one of three who contradict reaches them by chance."""
 
 _OVERWHELMING = math.log(1e9)
 """The log of the greatest odds that are shown."""
@@ -43,36 +54,56 @@ _OVERWHELMING = math.log(1e9)
 _ROUNDS = 20
 _UNCHANGED = 0.02
 _ROUNDING = 1e-12
-"""Sums below this are rounding errors of an empty window."""
+"""Sums below this are rounding errors where nobody else rated."""
+
+
+class _Own(NamedTuple):
+    """The sum and the number of a user's ratings in a block, and the weight of each."""
+
+    total: float
+    seen: int
+    weight: float
 
 
 class _Fit(NamedTuple):
-    """For each user, the logarithms of the probability of the ratings from a user who agrees, and who contradicts."""
+    """The logarithms of the probability of a user's ratings if the user agrees, contradicts or differs."""
 
-    agrees: Mapping[str, float]
-    contradicts: Mapping[str, float]
+    agrees: float
+    contradicts: float
+    differs: float
 
-    def doubt(self, share: float) -> dict[str, float]:
-        """Return the probability that each user contradicts, if a share of all users does."""
-        return {user: 1 / (1 + math.exp(min(700.0, -self.odds(user) - _logit(share)))) for user in self.agrees}
-
-    def odds(self, user: str) -> float:
-        """Return the log of the odds that a user contradicts."""
-        return self.contradicts[user] - self.agrees[user]
+    def belief(self, share: float) -> "_Belief":
+        """Return the probability of each, if a share of all users contradicts."""
+        most, priors = max(self), (1 - share - _DIFFER, share, _DIFFER)
+        each = [prior * math.exp(max(-700.0, log - most)) for prior, log in zip(priors, self, strict=True)]
+        return _Belief(each[0] / sum(each), each[1] / sum(each))
 
 
-def contradicting(conversations: Iterable[Conversation]) -> dict[str, str]:
+class _Belief(NamedTuple):
+    """The probability that a user agrees, and that the user contradicts; the rest is that the user differs."""
+
+    agrees: float = 1.0
+    contradicts: float = 0.0
+
+
+_Block = Mapping[str, _Own]
+"""The ratings of each user in a block."""
+
+
+def contradicting(conversations: Iterable[Conversation], tried: Sequence[Mapping[str, str]] = ()) -> dict[str, str]:
     """Map each user whose ratings contradict the other users' ratings to the reason, in words.
 
-    Only ratings by the users themselves are compared, and only with those of other users.
+    Only ratings by the users themselves are compared, and only with those of other users. Users whom a candidate harms
+    contradict those whom it does not harm, so users who agree with the others about all versions but those in
+    ``tried`` are not named.
     """
     rated = [each for each in conversations if each.user and each.is_explicit and each.reward is not None]
     rated.sort(key=lambda each: (each.started_at, each.rollout_id))
     kinds = sorted({each.kind for each in rated})
-    named = _contradicting(rated, about="")
+    named = _contradicting(rated, tried, about="")
     for kind in kinds if len(kinds) > 1 else ():
         own = [each for each in rated if each.kind == kind and each.user not in named]
-        named |= _contradicting(own, about=f" about {kind!r}")
+        named |= _contradicting(own, tried, about=f" about {kind!r}")
     return named
 
 
@@ -85,82 +116,78 @@ def limit_per_user(conversations: Sequence[Conversation], limit: int) -> list[Co
     return [each for each in conversations if each.rollout_id in chosen]
 
 
-def _contradicting(rated: Sequence[Conversation], *, about: str) -> dict[str, str]:
+def _contradicting(rated: Sequence[Conversation], tried: Sequence[Mapping[str, str]], *, about: str) -> dict[str, str]:
     """Return the contradicting users among those of the ratings, which are sorted by time."""
-    if not rated:
-        return {}
     groups: defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[Conversation]] = defaultdict(list)
     for each in rated:
         groups[each.kind, tuple(sorted(each.versions.items()))].append(each)
-    doubt: dict[str, float] = {}
-    fit = _fit(groups.values(), doubt)
-    share = _PRIOR
+    accepted = [group for group in groups.values() if not any(serves(group[0], each) for each in tried)]
+    agreeing = {user for user, fit in _fitted(accepted)[0].items() if fit.agrees - fit.contradicts > _AGREEING}
+    fits, share = _fitted(groups.values())
+    named = _doubtful({user: fit.belief(share).contradicts for user, fit in fits.items() if user not in agreeing})
+    return {user: _reason(rated, user, about=about, fit=fits[user]) for user in named}
+
+
+def _fitted(groups: Iterable[Sequence[Conversation]]) -> tuple[dict[str, _Fit], float]:
+    """Return the fit of each user, and the share of those who contradict."""
+    blocks = [block for group in groups for block in _blocks(group)]
+    share, belief = _PRIOR, dict[str, _Belief]()
     for _ in range(_ROUNDS):
-        before, doubt = doubt, fit.doubt(share)
-        share = min(0.5, (sum(doubt.values()) + _PRIOR) / (len(doubt) + 1))
-        fit = _fit(groups.values(), doubt)
-        if all(abs(doubt[user] - before.get(user, 0.0)) < _UNCHANGED for user in doubt):
+        before = belief
+        belief = {user: fit.belief(share) for user, fit in _fits(blocks, belief, caution=0.5).items()}
+        share = min(0.5, (sum(each.contradicts for each in belief.values()) + _PRIOR) / (len(belief) + 1))
+        if all(abs(each.contradicts - before.get(user, _Belief())[1]) < _UNCHANGED for user, each in belief.items()):
             break
-    named = _doubtful(fit.doubt(share))
-    return {user: _reason(rated, user, about=about, odds=fit.odds(user)) for user in named}
+    return _fits(blocks, belief, caution=0.25), share
 
 
-def _fit(groups: Iterable[Sequence[Conversation]], doubt: Mapping[str, float]) -> _Fit:
-    """Compare the ratings of each group, sorted by time, with those of other users, given the doubt in each user."""
-    agrees: defaultdict[str, float] = defaultdict(float)
-    contradicts: defaultdict[str, float] = defaultdict(float)
-    for group in groups:
-        for each, expected in zip(group, _expected(group, doubt), strict=True):
-            reward = each.reward or 0.0
-            agrees[each.user] += reward * math.log(expected) + (1 - reward) * math.log(1 - expected)
-            contradicts[each.user] += reward * math.log(1 - expected) + (1 - reward) * math.log(expected)
-    return _Fit(agrees, contradicts)
-
-
-def _expected(group: Sequence[Conversation], doubt: Mapping[str, float]) -> Iterable[float]:
-    """Yield the expected rating for each conversation of a group, from those near it in time."""
+def _blocks(group: Sequence[Conversation]) -> Iterable[_Block]:
+    """Divide ratings into blocks of about the same size; all of a user weigh as much as those of any other."""
     often = Counter(each.user for each in group)
-    window = _Window()
-    first = last = 0
-    for at, each in enumerate(group):
-        start, end = max(0, at - _NEAR), min(len(group), at + _NEAR + 1)
-        for near, sign in (*((one, 1) for one in group[last:end]), *((one, -1) for one in group[first:start])):
-            value = _turned(near.reward or 0.0, doubt.get(near.user, 0.0))
-            window.add(near.user, value, weight=1 / often[near.user], sign=sign)
-        first, last = start, end
-        yield window.expected(each.user)
+    count = max(1, round(len(group) / _BLOCK))
+    for number in range(count):
+        block: dict[str, _Own] = {}
+        for each in group[len(group) * number // count : len(group) * (number + 1) // count]:
+            total, seen, weight = block.get(each.user, (0.0, 0, 1 / often[each.user]))
+            block[each.user] = _Own(total + (each.reward or 0.0), seen + 1, weight)
+        yield block
 
 
-class _Window:
-    """Sums over ratings, of all users and of each: the weights, the weighted ratings, and the squares of the weights.
-
-    The ratings of one user together weigh as much as those of any other, so that a few busy users decide nothing.
-    """
-
-    def __init__(self) -> None:
-        self._all = [0.0, 0.0, 0.0]
-        self._own: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-
-    def add(self, user: str, value: float, *, weight: float, sign: int) -> None:
-        """Add a rating, or take it out if ``sign`` is -1."""
-        for sums in (self._all, self._own[user]):
-            for at, amount in enumerate((weight, weight * value, weight * weight)):
-                sums[at] += sign * amount
-
-    def expected(self, user: str) -> float:
-        """Return the mean of the others' ratings, moved by half a standard error towards 1/2."""
-        weights, values, squares = (one - other for one, other in zip(self._all, self._own[user], strict=True))
-        if squares < _ROUNDING:
-            return 0.5
-        count = weights * weights / squares  # as many ratings of equal weight have the same standard error
-        mean = (values / weights * count + 1) / (count + 2)
-        off = max(0.0, abs(mean - 0.5) - 0.25 / math.sqrt(count + 2))
-        return 0.5 + math.copysign(min(off, 0.5 - _CLIP), mean - 0.5)
+def _fits(blocks: Iterable[_Block], belief: Mapping[str, _Belief], *, caution: float) -> dict[str, _Fit]:
+    """Compare each user's ratings with those of the others, of whom each 1 or 0 has a beta distribution."""
+    logs: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for block in blocks:
+        for user, yes, no in _others(block, belief, caution):
+            (total, count, _), own, before = block[user], logs[user], _log_beta(yes, no)
+            own[0] += _log_beta(yes + total, no + count - total) - before
+            own[1] += _log_beta(no + total, yes + count - total) - before
+            own[2] += _log_beta(1 + total, 1 + count - total)
+    return {user: _Fit(*own) for user, own in logs.items()}
 
 
-def _turned(reward: float, doubt: float) -> float:
-    """Return the rating that an honest user would have given, if the user contradicts with probability ``doubt``."""
-    return (1 - doubt) * reward + doubt * (1 - reward)
+def _others(block: _Block, belief: Mapping[str, _Belief], caution: float) -> Iterable[tuple[str, float, float]]:
+    """Yield each user and how many of the others say 1 and 0, moved by ``caution`` standard errors towards 1/2."""
+    users: list[str] = []
+    sums: list[tuple[float, float, float]] = []
+    for user, (total, count, weight) in block.items():
+        agrees, contradicts = belief.get(user, _Belief())
+        heard = weight * (agrees + contradicts)
+        turned = weight * (agrees * total + contradicts * (count - total))
+        users.append(user)
+        sums.append((heard * count, turned, heard * heard * count))
+    all_weights, all_values, all_squares = map(math.fsum, zip(*sums, strict=True))
+    for user, (weight, value, square) in zip(users, sums, strict=True):
+        weights, values, squares = all_weights - weight, all_values - value, all_squares - square
+        # As many ratings of equal weight have the same standard error; two more say 1 and 0.
+        count = weights * weights / squares if squares > _ROUNDING else 0.0
+        mean = (values / weights * count + 1) / (count + 2) if count else 0.5
+        off = min(0.5 - _CLIP, max(0.0, abs(mean - 0.5) - caution * 0.5 / math.sqrt(count + 2)))
+        yes = (count + 2) * (0.5 + math.copysign(off, mean - 0.5))
+        yield user, yes, count + 2 - yes
+
+
+def _log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
 def _doubtful(doubt: Mapping[str, float]) -> list[str]:
@@ -175,12 +202,9 @@ def _doubtful(doubt: Mapping[str, float]) -> list[str]:
     return named
 
 
-def _reason(rated: Sequence[Conversation], user: str, *, about: str, odds: float) -> str:
+def _reason(rated: Sequence[Conversation], user: str, *, about: str, fit: _Fit) -> str:
     count = sum(each.user == user for each in rated)
     conversations = count_of(count, "conversation")
+    odds = fit.contradicts - max(fit.agrees, fit.differs)
     evidence = odds_text(math.exp(min(odds, _OVERWHELMING)))
     return f"ratings in {conversations}{about} contradict those of the other users, evidence {evidence}"
-
-
-def _logit(share: float) -> float:
-    return math.log(share / (1 - share))

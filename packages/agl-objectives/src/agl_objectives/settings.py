@@ -92,12 +92,14 @@ class Optim(Adam, frozen=True, kw_only=True):
         warmup: Number of updates over which the rate rises linearly to the peak.
         decay: Curve after the warm-up: `constant`; or `linear` or `cosine`, which fall to 0 at the last update of the
             run.
+        moments: `float32`, or `8bit` for a quarter of the memory of both moments.
         max_nonfinite: Largest number of updates in a row that are skipped because their gradient is not finite; one
             more ends the run.
     """
 
     warmup: Whole = 0
     decay: Decay = "constant"
+    moments: Literal["float32", "8bit"] = "float32"
     max_nonfinite: Whole = 3
 
 
@@ -130,14 +132,15 @@ class Compute(Settings, frozen=True, kw_only=True):
         threads: Number of CPU threads; 0 leaves it to torch.
         token_budget: Largest number of tokens that one forward pass computes; padding counts if rows are padded.
         gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
-            about a third more time.
+            about a third more time. With `auto` they are if a pass of `token_budget` tokens would otherwise keep more
+            than a quarter of the device's memory.
     """
 
     device: str = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     threads: Whole = 0
     token_budget: Count = 16_384
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
 
 
 class Saving(Settings, frozen=True, kw_only=True):

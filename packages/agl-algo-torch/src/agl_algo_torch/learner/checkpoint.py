@@ -19,6 +19,7 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights, WeightsProbe, write_probe
+from agl_algo_torch.learner.adamw8bit import AdamW8bit, converted
 from agl_algo_torch.learner.model import has_lora, load_trainable_state, no_bars, trainable_state, without_master
 from agl_algo_torch.learner.quantized import quantized_layers
 from agl_algo_torch.learner.typed_torch import read_tensors, write_tensors
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Version of the training checkpoint's layout."""
+
+SHARD = "5GB"
+"""Size of a file of weights; larger models are written as several files with an index."""
 
 STATE_FILE = "state.json"
 """File of a training checkpoint with everything but tensors."""
@@ -47,7 +51,7 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
     loaded = without_master(loaded)
     model = cast("Any", loaded.model)
     # Otherwise peft adds all weights of the head or the embedding to an adapter that has either as a target.
-    options = {"save_embedding_layers": False} if has_lora(model) else {}
+    options: dict[str, Any] = {"save_embedding_layers": False} if has_lora(model) else {"max_shard_size": SHARD}
 
     def fill(directory: Path) -> None:
         with no_bars():
@@ -68,7 +72,7 @@ def served_weights(loaded: LoadedModel, target: Path) -> Weights:
 
 
 def save_training(
-    target: Path, *, model: nn.Module, optimizer: torch.optim.AdamW, updates: int, origin: Weights
+    target: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, updates: int, origin: Weights
 ) -> None:
     """Write a checkpoint to continue training from; `origin` is the resource from which the model was loaded."""
     moments, steps = _optimizer_tensors(model, optimizer)
@@ -87,17 +91,21 @@ def read_origin(source: Path, *, is_checked: bool = False) -> Weights:
     return msgspec.convert(_read_state(source, is_checked=is_checked)["origin"], Weights)
 
 
-def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.AdamW, is_checked: bool = False) -> int:
+def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, is_checked: bool = False) -> int:
     """Restore model and optimizer in place from a checkpoint of `save_training`; returns the number of updates done.
 
-    The optimizer's present moments are dropped, and so are gradients that no update has used. `is_checked` says that
-    the caller has already looked for damage, which reads every file.
+    The optimizer's present moments are dropped, and so are gradients that no update has used. Moments of an optimizer
+    with another number of bits are converted. `is_checked` says that the caller has already looked for damage, which
+    reads every file.
     Raises ConfigError if there is no checkpoint, it is damaged, its format is newer than this version, or it is of
     another model.
     """
     state = _read_state(source, is_checked=is_checked)
     load_trainable_state(model, read_tensors(source / "trainable.safetensors"))
-    moments = read_tensors(source / "optimizer.safetensors")
+    moments: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in read_tensors(source / "optimizer.safetensors").items():
+        name, _, moment = key.rpartition("/")
+        moments.setdefault(name, {})[moment] = tensor
     names = _parameter_names(model)
     optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
@@ -106,13 +114,11 @@ def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.Adam
             name = names[parameter]
             if name not in state["steps"]:  # AdamW keeps no moments for a parameter that never had a gradient
                 continue
-            optimizer.state[parameter] = {
-                # The fused optimizer needs the step count on the parameter's device, the other one on the CPU.
-                "step": torch.tensor(
-                    float(state["steps"][name]), device=parameter.device if group["fused"] else torch.device("cpu")
-                ),
-                "exp_avg": moments[f"{name}/exp_avg"].to(parameter.device),
-                "exp_avg_sq": moments[f"{name}/exp_avg_sq"].to(parameter.device),
+            # The fused optimizer needs the step count on the parameter's device, the others on the CPU.
+            where = parameter.device if group.get("fused") else torch.device("cpu")
+            own = converted(moments[name], parameter, is_8bit=isinstance(optimizer, AdamW8bit))
+            optimizer.state[parameter] = {"step": torch.tensor(float(state["steps"][name]), device=where)} | {
+                moment: tensor.to(parameter.device) for moment, tensor in own.items()
             }
     return int(state["updates"])
 
@@ -154,7 +160,9 @@ def _parameter_names(model: nn.Module) -> dict[Any, str]:
     return {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[dict[str, Tensor], dict[str, float]]:
+def _optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return AdamW's moments as tensors by name, and each parameter's number of updates."""
     moments: dict[str, Tensor] = {}
     steps: dict[str, float] = {}
@@ -163,8 +171,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[
         if not state:
             continue
         steps[name] = float(state["step"])
-        moments[f"{name}/exp_avg"] = state["exp_avg"]
-        moments[f"{name}/exp_avg_sq"] = state["exp_avg_sq"]
+        moments |= {f"{name}/{moment}": tensor for moment, tensor in state.items() if moment != "step"}
     return moments, steps
 
 

@@ -1,9 +1,9 @@
 """Applies AdamW with warm-up and gradient clipping.
 
-The update itself is torch's. This module chooses the parameters that decay, computes the learning rate, and skips
-gradients that are not finite. The rate depends on the update number alone, for the warm-up, and on the share of the
-planned updates that is left, for the decay. A resumed run therefore continues on the same curve, and steps without an
-update do not stretch it.
+The update itself is torch's, or that of `adamw8bit`. This module chooses the parameters that decay, computes the
+learning rate, and skips gradients that are not finite. The rate depends on the update number alone, for the warm-up,
+and on the share of the planned updates that is left, for the decay. A resumed run therefore continues on the same
+curve, and steps without an update do not stretch it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+
+from agl_algo_torch.learner.adamw8bit import AdamW8bit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +33,7 @@ def learning_rate(settings: Optim, update: int, *, left: float = 1.0) -> float:
     return settings.lr * warm * shape
 
 
-def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.Optimizer:
     """Return AdamW over the trainable parameters: weight decay applies to matrices, but not to vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     # Decay pulls weights towards 0. That is meant for the matrices; a norm's scale of 0 would switch its layer off.
@@ -39,15 +41,18 @@ def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
+    if settings.moments == "8bit":
+        return AdamW8bit(groups, lr=settings.lr, betas=settings.betas)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         lr=settings.lr,
         betas=settings.betas,
-        fused=trained[0].is_cuda,  # one kernel for all parameters
+        fused=trained[0].device.type in {"cuda", "cpu"},  # one kernel, without temporary tensors of a weight's size
     )
 
 
-def apply_gradients(optimizer: torch.optim.AdamW, settings: Optim, *, update: int, left: float = 1.0) -> float:
+def apply_gradients(optimizer: torch.optim.Optimizer, settings: Optim, *, update: int, left: float = 1.0) -> float:
     """Clip the gradient, do one update and clear the gradient; returns the gradient's 2-norm before clipping.
 
     A gradient that is not finite is cleared without an update; weights and moments stay as they were.

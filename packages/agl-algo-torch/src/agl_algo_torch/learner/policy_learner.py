@@ -7,10 +7,11 @@ Everything here blocks; algorithms call it in a thread.
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -22,13 +23,14 @@ from agl_algo_torch.learner.model import (
     LoadedModel,
     add_lora,
     checkpoint_gradients,
+    computing,
     load_model,
     open_adapter,
     refuse_tied_adapters,
 )
 from agl_algo_torch.learner.optim import apply_gradients, build_optimizer
 from agl_algo_torch.learner.packing import pack, packs_rows
-from agl_algo_torch.learner.scoring import find_head
+from agl_algo_torch.learner.scoring import bare, find_head, trunk
 from agl_algo_torch.learner.typed_torch import seed_everything
 from agl_objectives.directories import prune, step_directory
 from agl_objectives.reports import Skipped
@@ -79,6 +81,7 @@ class PolicyLearner:
         origin: The resource from which the model was loaded.
         updates: Number of updates done, skipped ones included.
         skipped: Counts the updates that were skipped since the model was loaded.
+        checkpoints: Whether layers are computed again in the backward pass.
         notices: Sentences to show about optimisations that the model does not allow.
     """
 
@@ -90,9 +93,10 @@ class PolicyLearner:
         self.skipped = Skipped(settings.optim.max_nonfinite)
         self.use_threads()
         self.loaded = _open(origin, settings)
-        if settings.compute.gradient_checkpointing:
-            checkpoint_gradients(self.loaded.model)
         self.notices = tuple(filter(None, [find_head(self.loaded.model), pack(self.loaded.model)]))
+        self.checkpoints = _checkpoints(self.loaded, settings.compute)
+        if self.checkpoints:
+            checkpoint_gradients(self.loaded.model)
         self.optimizer = build_optimizer(self.loaded.model, settings.optim)
 
     @classmethod
@@ -241,6 +245,49 @@ def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
     if has_lora:
         refuse_tied_adapters(model)
     return replace(loaded, model=model)
+
+
+KEPT_SHARE = 0.25
+"""The largest share of the device's memory that one pass may keep for its gradient before layers are computed again.
+
+The rest is for the weights, their gradients and moments, and a policy server; `agl check --forecast` uses the same
+share.
+"""
+
+
+def _checkpoints(loaded: LoadedModel, compute: Compute) -> bool:
+    if compute.gradient_checkpointing != "auto":
+        return compute.gradient_checkpointing
+    can_be = getattr(bare(loaded.model), "supports_gradient_checkpointing", False)
+    return bool(can_be) and kept_per_token(loaded) * compute.token_budget > KEPT_SHARE * _memory(loaded.device)
+
+
+def _memory(device: torch.device) -> float:
+    """Return the size of the device's memory, in bytes."""
+    if device.type == "cuda":
+        return float(cast("Any", torch.cuda).get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def kept_per_token(loaded: LoadedModel) -> float:
+    """Return the bytes that a pass through the layers keeps for its gradient per token; runs two short passes."""
+    few, many = 8, 40
+    return (_kept(loaded, many) - _kept(loaded, few)) / (many - few)
+
+
+def _kept(loaded: LoadedModel, tokens: int) -> int:
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids_B_T = torch.zeros(1, tokens, dtype=torch.int64, device=loaded.device)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), computing(loaded.model):
+        hidden_B_T_H = trunk(loaded.model)(input_ids=ids_B_T, use_cache=False)
+    del hidden_B_T_H  # its graph held the tensors until here, so no two of them had one address
+    return sum(kept.values())
 
 
 MEASURED_S = 5.0

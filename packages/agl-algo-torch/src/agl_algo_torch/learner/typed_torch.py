@@ -88,5 +88,5 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file; tensors that share memory are copied."""
-    _files.save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path)
+    """Write a safetensors file; no two tensors may share memory."""
+    _files.save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)

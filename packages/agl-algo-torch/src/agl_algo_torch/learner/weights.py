@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from agl_algo_torch.learner.checkpoint import save_served
 from agl_algo_torch.learner.model import LoadedModel, check_whole, load_model, open_adapter, served_state
 from agl_algo_torch.learner.typed_torch import read_tensors
 from agl_objectives.settings import Lora
@@ -35,6 +37,20 @@ def read_weights(weights: Weights, *, like: Mapping[str, Tensor]) -> dict[str, T
         return state
     # There are no such files, or their names need translation: let transformers read the directory.
     return dict(load_model(weights.uri, device="cpu").model.state_dict())
+
+
+def write_merged(weights: Weights, target: Path) -> None:
+    """Write weights to a Hugging Face directory, an adapter merged into its base, in the type of the base's files.
+
+    Merging is computed in float32. Raises ConfigError as `load_model` and `open_adapter` do.
+    """
+    from transformers import AutoConfig
+
+    is_adapter = weights.format == "lora"
+    loaded = load_model(weights.base_model if is_adapter else weights.uri, device="cpu")
+    model = open_adapter(loaded.model, weights.uri, settings=Lora()) if is_adapter else loaded.model
+    kind = cast("Any", AutoConfig).from_pretrained(loaded.name).dtype
+    save_served(replace(loaded, model=model.to(kind or torch.float32)), target)
 
 
 def serving_copy(loaded: LoadedModel) -> LoadedModel:

@@ -2,7 +2,6 @@
 
 import pprint
 import re
-import shutil
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +18,6 @@ from agl.schemas import (
     ResourceVersion,
     Row,
     Transition,
-    Weights,
     to_json,
     unpack_floats,
     unpack_ids,
@@ -27,15 +25,16 @@ from agl.schemas import (
 from agl.stores import read_recordings
 from agl_data.export.dialogues import dialogues
 from agl_data.export.formats import ExportCommand, FormatName, export_with_plugin
+from agl_data.export.models import OF_WEIGHTS, model_card, write_model
 from agl_data.export.preferences import is_good, pairs, recorded
 from agl_data.export.target import STDOUT, target_of
 from agl_inspect.exports import Exported, Losses
 from agl_inspect.rollouts.span_reader import CHOSEN_PAGE, SpanReader
 from agl_inspect.terminal.opening import complete_rollout, pass_manager, store_option, with_store
 from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query, span_options
-from agl_inspect.versions import resource_text, shown
+from agl_inspect.versions import ShownVersion, resource_text, shown
 
-FORMATS = ("messages", "dpo", "transitions", "rows", "spans", "text", "json", "python", "model")
+FORMATS = ("messages", "dpo", "transitions", "rows", "spans", "text", "json", "python", "model", "gguf")
 
 
 @click.command(cls=ExportCommand)
@@ -50,13 +49,14 @@ FORMATS = ("messages", "dpo", "transitions", "rows", "spans", "text", "json", "p
     help="messages: OpenAI chat dialogues, as fine-tuning reads them; dpo: of each task the best run against the worst "
     "one, as pairs of chat messages; transitions: one model call a line; "
     "rows: one training row a line; spans: everything, as recorded. "
-    "Of a resource: text, json, or python for a constant; model: the files of trained weights. Plugins add others, "
-    "such as those of agl-data for other trainers and tools: --help lists them at its end.",
+    "Of a resource: text, json, or python for a constant; model: the files of trained weights; gguf: a file for "
+    "llama.cpp. Plugins add others, such as those of agl-data for other trainers and tools: --help lists them at its "
+    "end.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    help="File to write, - or by default standard output; for a model, the directory to create.",
+    help="File to write, - or by default standard output; for weights, the directory or the .gguf file to create.",
 )
 @click.option(
     "--min-reward", type=float, help="Only rollouts with at least this reward; for dpo, this limits the better one."
@@ -84,10 +84,10 @@ def export(
     IDS are ids, unique beginnings of ids, or latest; without any, all rollouts that match the filters are written.
 
     --span, --agent and --kind select the spans that --format spans writes, from the deciding attempts. With --format
-    text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label; by default the
-    newest version is written.
+    text, json, python, model, merged or gguf, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label; by
+    default the version that is live, else the best, else the newest is written.
     """
-    if form in (*_OF_RESOURCES, "model"):
+    if form in (*_OF_RESOURCES, *OF_WEIGHTS):
         _export_resources(manager, store_url, rollout_ids, form, output)
         return
     is_parquet = form not in FORMATS and ".parquet" in manager.command(f"export {form}").summary
@@ -134,15 +134,21 @@ def _export_resources(
             f"--format {form} writes a resource; name one, such as: agl data export my_prompt --format {form}"
         )
 
-    async def work(store: Store) -> list[ResourceVersion]:
-        pairs = [name.partition("@") for name in names]
-        return [(await shown(store, name, version or None)).version for name, _, version in pairs]
+    if form in OF_WEIGHTS and len(names) > 1:
+        raise ConfigError(f"--format {form} writes one model, and {len(names)} resources are named; name one")
 
-    versions = with_store(manager, store_url, work)
-    if form == "model":
-        if len(versions) > 1:
-            raise ConfigError(f"--format model writes one directory, and {len(versions)} resources are named; name one")
-        click.echo(copy_model(versions[0], output), err=True)
+    async def work(store: Store) -> tuple[list[ShownVersion], str]:
+        pairs = [name.partition("@") for name in names]
+        found = [await shown(store, name, version or None) for name, _, version in pairs]
+        return found, await model_card(store, found[0]) if form in OF_WEIGHTS else ""
+
+    found, card = with_store(manager, store_url, work)
+    versions = [each.version for each in found]
+    for each in found:
+        if each.chosen:
+            click.echo(f"no version was named: {each.version.name}@{each.version.version} is {each.chosen}", err=True)
+    if form in OF_WEIGHTS:
+        click.echo(write_model(manager, versions[0], card, output, form=form), err=True)
         return
     with target_of(output) as target:
         for version in versions:
@@ -219,35 +225,3 @@ _LINES: dict[str, Callable[[Exported], Iterable[Any]]] = {
     "rows": lambda item: ({**_plain(row), "reward": item.episode.reward} for row in item.episode.rows),
     "spans": lambda item: item.recording.spans,
 }
-
-
-def copy_model(version: ResourceVersion, target: Path | None) -> str:
-    """Copy a version's weights to the new directory ``target``; returns a summary for people.
-
-    Full weights become a Hugging Face directory, including the tokenizer. An adapter stays an adapter, which names its
-    base model.
-
-    Raises:
-        ConfigError: The version is not weights, its files are gone, or ``target`` is ``None`` or already exists.
-    """
-    name, weights = f"{version.name}@{version.version}", version.resource
-    if not isinstance(weights, Weights):
-        raise ConfigError(f"{name} is a {type(weights).__name__}, not weights; --format model copies weights")
-    if target is None:
-        raise ConfigError(
-            f"weights are a directory; name the target: agl data export {name} --format model --output DIRECTORY"
-        )
-    source = Path(weights.uri)
-    if not source.is_dir():
-        raise ConfigError(
-            f"the files of {name} are not at {weights.uri}; run this where the run's work directory is, or export a "
-            "version that its algorithm still keeps (`keep`)"
-        )
-    if target.exists():
-        raise ConfigError(f"{target} exists; name a directory that does not, or remove it")
-    fresh = target.with_name(f".{target.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    shutil.copytree(source, fresh)
-    fresh.rename(target)
-    kind = f"an adapter of {weights.base_model}" if weights.format == "lora" else "a Hugging Face directory"
-    return f"{name} written to {target}, {kind}"

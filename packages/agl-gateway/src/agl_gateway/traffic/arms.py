@@ -88,7 +88,8 @@ def policy_of(upstream: Upstream) -> str:
 class ArmRoutes:
     """Routes the calls of rollouts to the versions to which they are pinned; other calls keep their target."""
 
-    def __init__(self, store: Store, router: Router, *, outage: Outage) -> None:
+    def __init__(self, store: Store, router: Router, *, outage: Outage, has_hosts: bool) -> None:
+        self._has_hosts = has_hosts  # false in a trial, whose policies are its own
         self._store = store
         self._outage = outage
         self._targets = list(router.targets.values())
@@ -162,7 +163,7 @@ class ArmRoutes:
         """Return what the policy's host serves, ``None`` without a host; read again if ``version`` is missing."""
         read_at, known = self._hosted.get(name, (-FRESH_S, None))
         is_missing = known is not None and version not in known.models
-        if is_missing or time.monotonic() - read_at >= FRESH_S:
+        if self._has_hosts and (is_missing or time.monotonic() - read_at >= FRESH_S):
             known = await self._outage.unless(lambda: HOSTED.get(self._store, name), lambda: known)
             self._hosted[name] = time.monotonic(), known
         return known

@@ -1,7 +1,9 @@
 """Computes the memory and the time of a step for a model on a device; nothing is measured.
 
-Memory. Weights in training, their gradients and the two moments of AdamW are float32, 4 bytes each; under LoRA the base
-is frozen in ``dtype``. The activations that a pass keeps for its gradient are counted tensor by tensor, for a decoder
+Memory. Weights in training, their gradients and the two moments of AdamW are float32, 4 bytes each; moments in 8 bits
+take 1 byte and a scale per block of 256. Under LoRA the base is frozen in ``dtype``; otherwise a pass in bfloat16 also
+holds the weights in that type. Policy and critic train one after the other, so only one of them has gradients at a
+time. The activations that a pass keeps for its gradient are counted tensor by tensor, for a decoder
 layer of transformers with fused attention. They are 6 h + 3 q + 2 k + 4 f numbers per token and layer, where h is the
 hidden size, q the total width of the queries, k that of the keys, and f the width of the feed-forward network. In
 float32 each number takes 4 bytes; with bfloat16 only the norms stay in float32. With gradient checkpointing only h
@@ -17,12 +19,14 @@ attention costs 4 q operations per layer for each earlier token.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from msgspec.structs import replace
 
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Record
+from agl_inspect.forecast.fitting import cheapest_change
 from agl_inspect.forecast.models import ModelShape
 from agl_inspect.forecast.observed import Observed
 from agl_inspect.forecast.queueing import StepForecast, forecast
@@ -149,7 +153,9 @@ class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
         dtype: The data type in which passes compute.
         lora_rank: Rank of the adapters; 0 if all weights train.
         is_quantized: Whether the frozen weights are stored in 4 bits.
-        gradient_checkpointing: Whether layers are computed again in the backward pass.
+        gradient_checkpointing: Whether layers are computed again in the backward pass; ``auto`` if a pass would
+            otherwise keep more than ``KEPT_SHARE`` of the device's memory.
+        moments: The type of AdamW's moments, ``float32`` or ``8bit``.
         token_budget: Largest number of tokens of one pass; 0 for no limit.
         passes: Number of forward and backward passes over a step's rows.
         other_passes: Number of forward passes without gradient over a step's rows, for old and for reference
@@ -157,23 +163,33 @@ class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
         updates: Number of updates per step.
         has_reference: Whether a frozen copy of the weights is held.
         has_critic: Whether a second model of the same size trains.
+        is_sharded: Whether weights are spread over cards and gathered layer by layer, as VERL does it.
     """
 
     dtype: str = "bfloat16"
     lora_rank: int = 0
     is_quantized: bool = False
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["auto"] = False
+    moments: Literal["float32", "8bit"] = "float32"
     token_budget: int = 0
     passes: int = 1
     other_passes: int = 0
     updates: int = 1
     has_reference: bool = False
     has_critic: bool = False
+    is_sharded: bool = False
 
     @property
     def models(self) -> int:
         """Number of models that train: 2 with a critic, else 1."""
         return 2 if self.has_critic else 1
+
+    def on(self, device: Device, model: "ModelShape") -> "Training":
+        """Return the settings with ``auto`` decided, as the trainer of ``agl-algo-torch`` decides it."""
+        if self.gradient_checkpointing != "auto":
+            return self
+        kept = kept_per_token(model, self) * (self.token_budget or _BUDGET)
+        return replace(self, gradient_checkpointing=kept > KEPT_SHARE * device.memory)
 
 
 CHUNK_LOGITS = 2**22
@@ -182,6 +198,12 @@ CHUNK_LOGITS = 2**22
 FEWEST_POSITIONS = 128
 """The least number of positions in a chunk, even if the chunk's logits then exceed ``CHUNK_LOGITS``."""
 
+KEPT_SHARE = 0.25
+"""The largest share of a device's memory that one pass may keep for its gradient before ``auto`` turns on gradient
+checkpointing, as in the trainer of ``agl-algo-torch``."""
+
+_BUDGET = 16_384
+_MOMENTS = {"float32": 8.0, "8bit": 2 * (1 + 4 / 256)}
 _FLOAT32 = 16
 """Factor by which a GPU is slower in float32 than in bfloat16."""
 
@@ -250,6 +272,8 @@ class DeviceForecast(Record, frozen=True, kw_only=True, omit_defaults=False):
         training: The settings on which memory and time depend.
         efficiency: The shares of the device's rates that are assumed to be reached.
         memory: The needed memory, by purpose.
+        changes: The cheapest parameters with which training and serving fit on the device, or on several with VERL;
+            empty if they fit as they are, or if no known change is enough.
         collect_s: Seconds until all rollouts of a step are done.
         prefill_s: Seconds of a step in which the server reads prompts.
         decode_s: Seconds of a step in which the server writes answers.
@@ -263,6 +287,7 @@ class DeviceForecast(Record, frozen=True, kw_only=True, omit_defaults=False):
     training: Training
     efficiency: Efficiency
     memory: Memory
+    changes: list[str]
     collect_s: float
     prefill_s: float
     decode_s: float
@@ -284,10 +309,12 @@ def memory_of(
     """
     size = _BYTES.get(training.dtype, 4)
     tuned = model.adapters(training.lora_rank) if training.lora_rank else model.weights
+    # The critic has no head over the vocabulary, and all its weights train.
+    critic = replace(model, is_tied=True).weights if training.has_critic else 0
     return Memory(
-        weights=training.models * (4.0 * tuned + frozen_bytes(model, training)),
-        gradients=training.models * 4.0 * tuned,
-        optimizer=training.models * 8.0 * tuned,
+        weights=4.0 * (tuned + critic) + frozen_bytes(model, training),
+        gradients=4.0 * max(tuned, critic),
+        optimizer=_MOMENTS[training.moments] * (tuned + critic),
         reference=4.0 * tuned if training.has_reference else 0.0,
         activations=_activations(model, training, tokens=tokens, trained=trained),
         served=float(size * model.weights),
@@ -305,21 +332,38 @@ def frozen_bytes(model: ModelShape, training: Training) -> float:
     return size * tables + (_QUANTIZED if training.is_quantized else size) * (model.weights - tables)
 
 
-def _activations(model: ModelShape, training: Training, *, tokens: int, trained: int) -> float:
+def kept_per_token(model: ModelShape, training: Training) -> float:
+    """Return the bytes that the layers keep per token without gradient checkpointing."""
+    return float(_layer(model, training) * model.layers)
+
+
+def _layer(model: ModelShape, training: Training) -> int:
+    """Return the bytes that one layer keeps per token."""
     is_half = _BYTES.get(training.dtype, 4) == 2
-    experts = max(1, model.experts_used)
-    h, q, k, f = model.hidden, model.queries, model.keys, model.feed_forward * experts
+    h, q, k = model.hidden, model.queries, model.keys
+    f = model.feed_forward * max(1, model.experts_used)
     # A norm keeps its input, its scaled input and its output; queries, keys, values and the tensors of the feed-forward
     # network are kept in the type of the pass.
     layer = 26 * h + 6 * q + 4 * k + 8 * f if is_half else 24 * h + 12 * q + 8 * k + 16 * f
     if training.lora_rank:  # each adapter keeps its input in float32, and the output of its first matrix
         layer += 4 * ((5 * h + q + f) * is_half + 7 * training.lora_rank)
-    backward = 4 * (2 * f + 2 * h) * tokens
+    return layer
+
+
+def _activations(model: ModelShape, training: Training, *, tokens: int, trained: int) -> float:
+    h, layer = model.hidden, _layer(model, training)
+    backward = 4 * (2 * model.feed_forward * max(1, model.experts_used) + 2 * h) * tokens
+    if model.is_tied and not training.lora_rank:
+        # The head's gradient of the shared matrix waits for that of the input embeddings, the last of the pass.
+        backward += 4 * model.vocabulary * h
     chunk = min(trained, max(FEWEST_POSITIONS, CHUNK_LOGITS // model.vocabulary))
     logits = 4 * (_COPIES * chunk * model.vocabulary + 4 * h * tokens)
+    # Autocast holds a copy of every weight that it has converted until the pass ends.
+    is_cast = _BYTES.get(training.dtype, 4) == 2 and not (training.lora_rank or training.is_sharded)
+    cast = 2 * model.weights if is_cast else 0
     if training.gradient_checkpointing:  # a layer is computed again only after the logits are gone
-        return float(4 * h * model.layers * tokens + max(layer * tokens + backward, logits))
-    return float(layer * model.layers * tokens + max(backward, logits))
+        return float(4 * h * model.layers * tokens + max(cast, layer * tokens + backward, logits))
+    return float(layer * model.layers * tokens + cast + max(backward, logits))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,16 +389,18 @@ def forecast_on(
     device: Device, model: ModelShape, training: Training, recorded: Recorded, *, efficiency: Efficiency | None = None
 ) -> DeviceForecast:
     """Forecast the memory and the time of a step of a model on a device."""
-    efficiency = efficiency or Efficiency()
+    efficiency, training = efficiency or Efficiency(), training.on(device, model)
     contexts = sorted(one.context for one in recorded.rollouts)
     open_at_once = min(recorded.concurrency, recorded.shape.rollouts)
     usual = contexts[round(0.9 * (len(contexts) - 1))]
     row_tokens = recorded.step.row_tokens.mean
-    longest = max(max(contexts), min(training.token_budget or 16_384, round(row_tokens)))
     share = recorded.step.trained_tokens.mean / row_tokens if row_tokens else 1.0
-    memory = memory_of(
-        model, training, tokens=longest, trained=max(1, round(longest * share)), contexts=[usual] * open_at_once
-    )
+
+    def memory(changed: Training) -> Memory:
+        size = max(contexts[-1], min(changed.token_budget or _BUDGET, round(row_tokens)))
+        trained = max(1, round(size * share))
+        return memory_of(model, changed, tokens=size, trained=trained, contexts=[usual] * open_at_once)
+
     pace = _Pace(device, model, training, efficiency)
     mean_context = sum(contexts) / len(contexts)
     token_s = pace.token_s(at_once=open_at_once, context=mean_context)
@@ -367,7 +413,8 @@ def forecast_on(
         device=device,
         training=training,
         efficiency=efficiency,
-        memory=memory,
+        memory=memory(training),
+        changes=cheapest_change(training, longest=contexts[-1], limit=device.memory, memory=memory),
         collect_s=collected.collect_s.mean,
         prefill_s=pace.prefill_s(step.prompt_tokens.mean, context=mean_context / 2),
         decode_s=token_s * step.response_tokens.mean / max(1, open_at_once),

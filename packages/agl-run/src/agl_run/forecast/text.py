@@ -7,6 +7,7 @@ from textwrap import wrap
 from agl.hints import count_of
 from agl_inspect.forecast.costs import DeviceForecast, Memory
 from agl_inspect.forecast.faults import Fault
+from agl_inspect.forecast.fitting import FULL
 from agl_inspect.forecast.queueing import Spread
 from agl_inspect.forecast.silence import NEARLY
 from agl_inspect.stores import MEMORY, command
@@ -213,8 +214,6 @@ def _short(seconds: float) -> str:
 
 
 _DEVICE_LABEL = 30
-_FULL = 0.9
-"""If training and serving use a larger share of a device's memory, the report warns that the room is too little."""
 
 
 def on_device(found: DeviceForecast) -> list[str]:
@@ -248,7 +247,8 @@ def _setting(found: DeviceForecast) -> str:
     tuned = f"LoRA of rank {training.lora_rank}{base}" if training.lora_rank else "all weights train"
     kept = "with gradient checkpointing" if training.gradient_checkpointing else "without gradient checkpointing"
     supposed = "; its shape is that of a usual one" if found.model.is_supposed else ""
-    return f"{tuned}, {training.dtype}, {kept}, passes of {found.memory.longest:,} tokens{supposed}"
+    moments = ", moments in 8 bits" if training.moments == "8bit" else ""
+    return f"{tuned}, {training.dtype}{moments}, {kept}, passes of {found.memory.longest:,} tokens{supposed}"
 
 
 def _parts(memory: Memory) -> list[tuple[str, float]]:
@@ -264,25 +264,19 @@ def _parts(memory: Memory) -> list[tuple[str, float]]:
 
 
 def _verdict(found: DeviceForecast) -> str:
-    """Say whether trainer and server fit on the device, and which changes would make them fit."""
+    """Say whether trainer and server fit on the device, and the cheapest change with which they fit."""
     memory, limit = found.memory, found.device.memory
-    if memory.training + memory.serving <= _FULL * limit:
+    whole = memory.training + memory.serving
+    if whole <= FULL * limit:
         return "trainer and server fit side by side"
-    if memory.training + memory.serving <= limit:
-        return f"trainer and server fill more than {_FULL:.0%} of it, which leaves little room for what is not counted"
-    if memory.training <= _FULL * limit and memory.serving <= _FULL * limit:
-        return "trainer and server fit on a device each, not on one"
-    states = memory.weights + memory.gradients + memory.optimizer
-    changes = [
-        ('dtype = "bfloat16"', found.training.dtype == "float32"),
-        ("gradient_checkpointing", not found.training.gradient_checkpointing and memory.activations > 0.2 * limit),
-        ("lora_rank", not found.training.lora_rank and states > 0.5 * limit),
-        ("a smaller token_budget", found.training.gradient_checkpointing and memory.activations > 0.2 * limit),
-    ]
-    named = [name for name, helps in changes if helps]
-    what = "the trainer" if memory.training > _FULL * limit else "the server"
-    helps = f"{' or '.join(named)} would help" if named else "a smaller model, or several devices that share it"
-    return f"{what} does not fit; {helps}"
+    head = "trainer and server do not fit"
+    if whole <= limit:
+        head = f"trainer and server fill more than {FULL:.0%} of it, which leaves little room for what is not counted"
+    elif max(memory.training, memory.serving) <= FULL * limit:
+        head = "trainer and server fit on a device each, not on one"
+    if not found.changes:
+        return f"{head}; no known change is enough: take a smaller model"
+    return f"{head}; the cheapest change with which they fit: {', '.join(found.changes)}"
 
 
 def _device_row(name: str, value: str, note: str = "") -> str:
