@@ -61,7 +61,7 @@ class Counter:
         await asyncio.sleep(self._pause)
         self._sum += sum(episode.reward for episode in collected.episodes)
         self._tokens += sum(sum(row.mask) for episode in collected.episodes for row in episode.rows)
-        await self._context.publish("main", Weights(uri=f"sum-{self._sum:g}"), step=step)
+        await self._context.publish(self._context.tunes[0], Weights(uri=f"sum-{self._sum:g}"), step=step)
         self._step = step
         return StepReport(
             step=step,

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 import agl
 from agl import semconv
@@ -17,6 +18,7 @@ from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery, Store
 from agl.schemas import PromptTemplate, Rollout, Span
 from agl_inspect.advice.suggestions import read_alerts
+from agl_inspect.terminal.program import cli
 from agl_run import FitResult, Progress, Quiet
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.plugins import PluginFolder
@@ -193,6 +195,28 @@ def test_best_or_last_versions_are_live_at_the_end(
     assert (2 if final == "best" else None) == result.kept_step
     assert (0.9, 2) == (result.best, result.best_step)
     assert "kept-1-scripted-2" == look(tmp_path, best_version)
+
+
+def test_bare_name_means_the_live_version_until_a_person_publishes_another(
+    fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    fit("0.9", "0.1")
+    store = ["--store", f"sqlite:///{tmp_path}/runs.db"]
+
+    def say(*words: str) -> str:
+        result = CliRunner().invoke(cli, [*words, *store])
+        assert 0 == result.exit_code, result.output
+        return result.output
+
+    assert "chosen because no version was named: live in kept" in say("resources", "show", "prompt")
+    assert "0.9" == say("resources", "show", "prompt").splitlines()[-1]
+    exported = say("data", "export", "prompt", "--format", "text").splitlines()
+    assert ["no version was named: prompt@kept-1-scripted-1 is live in kept", "0.9"] == exported[:2]
+    assert "kept-1-scripted-1 " in say("resources", "list")
+
+    (tmp_path / "text").write_text("0.5")
+    say("resources", "publish", "prompt", str(tmp_path / "text"))
+    assert "0.5" == say("resources", "show", "prompt").splitlines()[-1]
 
 
 def test_fresh_rollouts_decide_between_versions_that_are_close(fit: Callable[..., Any], tmp_path: Path) -> None:

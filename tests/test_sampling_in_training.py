@@ -40,13 +40,23 @@ def folder(tmp_path: Path, agl_plugins: PluginFolder, monkeypatch: pytest.Monkey
     return tmp_path
 
 
-def run(folder: Path, server, *, sampling: str = "", gateway: str = "auto", algorithm: bool = True, verb: str = "run"):
+def run(
+    folder: Path,
+    server,
+    *,
+    sampling: str = "",
+    gateway: str = "auto",
+    algorithm: bool = True,
+    verb: str = "run",
+    more: str = "",
+    agent: str = "sampling_agent",
+):
     rule = f'sampling = "{sampling}"\n' if sampling else ""
     counter = '[[algorithm]]\nuse = "counter"\ntunes = "main"\nparams = { steps = 2 }\n' if algorithm else ""
     (folder / "e.toml").write_text(
-        '[experiment]\nname = "e"\nagent = "sampling_agent:solve"\ntrain = "train.jsonl"\nval = "val.jsonl"\n'
+        f'[experiment]\nname = "e"\nagent = "{agent}:solve"\ntrain = "train.jsonl"\nval = "val.jsonl"\n'
         f'store = "sqlite:///runs.db"\n[policy.main]\nuse = "served"\nbase_url = "{server.base_url}"\n{rule}'
-        f'[gateway]\nuse = "{gateway}"\n{counter}'
+        f'[gateway]\nuse = "{gateway}"\n{counter}{more}'
     )
     return CliRunner().invoke(cli, [verb, str(folder / "e.toml")])
 
@@ -87,6 +97,39 @@ def test_run_overrides_tells_once_counts_and_shows_what_the_agent_asked_for(
     assert "sampled without top_p = 0.8, sampled with response_format = " in shown
     validated = CliRunner().invoke(cli, ["show", "e-1-validate-val-00000-00000-000", "--store", store]).output
     assert "sampled" not in validated
+
+
+FROZEN = AGENT.replace(
+    "    return float",
+    """        client.chat.completions.create(model="check", messages=messages, temperature=0)
+    return float""",
+)
+
+CHECKER = """[policy.check]
+use = "served"
+base_url = "{url}"
+model = "checker"
+[[algorithm]]
+use = "counter"
+name = "teach"
+tunes = "check"
+params = {{ steps = 1 }}
+[schedule]
+mode = "sequential"
+"""
+
+
+@pytest.mark.parametrize("gateway", ["auto", "none"])
+def test_policy_that_does_not_train_on_a_rollout_samples_as_the_agent_asks(folder: Path, server, gateway: str) -> None:
+    """A frozen checker answers in the training of the writer as it does in validation."""
+    (folder / "checked_agent.py").write_text(FROZEN)
+    result = run(folder, server, gateway=gateway, more=CHECKER.format(url=server.base_url), agent="checked_agent")
+    assert 0 == result.exit_code, result.output
+    asked = [(call.json["model"][:5], call.json["temperature"], call.json.get("top_p")) for call in server.calls]
+    whole, narrow = ("scrip", 0.7, 1.0), ("scrip", 0.7, 0.8)
+    # 6 rollouts of a step of the checker, 12 of two steps of the writer, and 2 validations of one task.
+    assert (12, 6 + 2) == (asked.count(whole), asked.count(narrow))
+    assert (6, 12 + 2) == (asked.count(("check", 1.0, None)), asked.count(("check", 0, None)))
 
 
 def test_run_that_refuses_says_so_in_the_error_of_its_rollouts(folder: Path, server) -> None:

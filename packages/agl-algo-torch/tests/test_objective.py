@@ -117,6 +117,18 @@ def test_importance_weights_of_a_rollout_are_taken_over_its_rows(level: Any) -> 
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize(("level", "cap"), [("token", 1.0), ("sequence", 0.002), ("geometric", 0.2)])
+def test_share_of_truncated_weights_does_not_depend_on_their_division_by_the_mean(level: Any, cap: float) -> None:
+    shares: list[float] = []
+    for is_normalised in (False, True):
+        made = objective("gpg", correction=Correction(cap=cap, level=level, is_normalised=is_normalised))
+        bare = [replace(row, old=None) for row in WHOLE]
+        rows = made.with_old_logprobs(bare, learner=learner_of(Bigram()), skips_silent=False)
+        shares.append(gradient(made, rows, budget=5)[1]["tis_truncated"])
+    assert 0 < shares[0] < 1
+    assert shares[0] == shares[1]
+
+
 def test_masked_importance_drops_tokens_and_counts_them() -> None:
     made = objective("gpg", correction=Correction(cap=0.8, mode="mask"))
     _, logged = gradient(made, WHOLE[:2], budget=64)

@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Row, Segment, Weights, pack_floats, pack_ids
 from agl_algo_torch import ppo
-from agl_algo_torch.learner.critic import value_loss
+from agl_algo_torch.learner.batch import from_tokens
+from agl_algo_torch.learner.critic import CriticLearner, value_loss
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.ppo import PPO
+from agl_objectives.settings import Compute, Lora, Optim
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -52,6 +55,35 @@ class TestConformance(AlgorithmConformance):
         settings = {"epochs": 2, "updates_per_step": 2, "kl_coef": 0.01, "critic_warmup": 1}
         longer = scenario_of(model_dir, **settings, steps=4)
         return replace(scenario_of(model_dir, **settings), make_longer=longer.make)
+
+
+# peft 0.21 reads an attribute that transformers 5.23 renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_critic_of_an_adapted_policy_trains_adapters_of_its_own_on_the_same_weights(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    settings = LearnerSettings(optim=Optim(), lora=Lora(rank=4), compute=Compute(device="cpu", threads=1))
+    learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings)
+    critic = CriticLearner(learner, Optim(lr=1e-2), clip=0.0)
+    rows = [from_tokens(f"r{n}", [10 * n, 20, 30 + n, 40], [0, 1, 1, 1]) for n in range(1, 5)]
+    targets = [torch.full((4,), float(n % 2)) for n in range(4)]
+    before = [logp_T.clone() for logp_T in learner.logprobs(rows)]
+
+    def update() -> float:
+        old = critic.values(rows)
+        return critic.update(rows, [1.0] * 4, total=12.0, targets=targets, old=old, left=1.0)["value_loss"]
+
+    losses = [update() for _ in range(30)]
+    assert losses[-1] < 0.1 * losses[0]
+    for expected, found in zip(before, learner.logprobs(rows), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    shared = {p.data_ptr() for p in learner.loaded.model.parameters() if not p.requires_grad}
+    assert {p.data_ptr() for p in critic.model.parameters() if not p.requires_grad} <= shared
+
+    critic.save(tmp_path, learner, step=1, keep=1)
+    again = CriticLearner(learner, Optim(lr=1e-2), clip=0.0)
+    again.load(tmp_path, step=1)
+    assert all(map(torch.equal, critic.values(rows), again.values(rows)))
 
 
 @pytest.mark.long

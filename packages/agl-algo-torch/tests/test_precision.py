@@ -9,9 +9,9 @@ import torch
 
 from agl.schemas import Weights
 from agl_algo_torch.learner.batch import from_tokens, micro_batches
-from agl_algo_torch.learner.model import load_model, trainable_state
+from agl_algo_torch.learner.model import Reference, load_model, trainable_state
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
-from agl_algo_torch.learner.typed_torch import backward
+from agl_algo_torch.learner.typed_torch import backward, modules
 from agl_objectives.settings import Compute, Optim
 
 if TYPE_CHECKING:
@@ -45,6 +45,18 @@ def train(learner: PolicyLearner, updates: int = UPDATES) -> list[float]:
 
 def weights_of(learner: PolicyLearner) -> Tensor:
     return torch.cat([tensor.float().flatten() for tensor in trainable_state(learner.loaded.model).values()])
+
+
+def test_reference_of_a_master_computes_the_same_in_less_memory(model_dir: Path) -> None:
+    model = learner_of(model_dir, "bfloat16").loaded.model
+    (batch,) = micro_batches(SAMPLES, [1.0] * 4, total=20.0, token_budget=100, device=torch.device("cpu"))
+
+    with Reference(model).active() as frozen, torch.no_grad():
+        torch.testing.assert_close(batch.logprobs(model), batch.logprobs(frozen), rtol=0, atol=0)
+        sizes = [sum(p.numel() * p.element_size() for p in each.parameters()) for each in (model, frozen)]
+    linear = [layer for _, layer in modules(model) if isinstance(layer, torch.nn.Linear)]
+    layers = sum(p.numel() for layer in linear if layer is not model.lm_head for p in layer.parameters())
+    assert sizes[0] - 2 * layers == sizes[1]
 
 
 def test_small_updates_in_bfloat16_move_the_weights_along_the_path_of_float32(model_dir: Path) -> None:

@@ -1,7 +1,8 @@
-"""Comparisons of rewards by the gate, and Student's interval."""
+"""Comparisons of rewards by the gate, and intervals of means."""
 
 import math
 import random
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -31,6 +32,19 @@ def test_students_interval_of_a_textbook_case() -> None:
 
     width = 2.77645 * math.sqrt(0.5)
     assert (pytest.approx(4 - width, abs=1e-4), pytest.approx(4 + width, abs=1e-4)) == ends
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=40))
+def test_interval_of_rewards_between_0_and_1_stays_there_and_holds_their_mean(rewards: list[float]) -> None:
+    low, high = interval(rewards)
+
+    assert 0 <= low <= fmean(rewards) + 1e-9
+    assert fmean(rewards) - 1e-9 <= high <= 1
+    assert low < high
+
+
+def test_interval_of_equal_rewards_is_that_of_wilson() -> None:
+    assert (0.7719, 1.0) == tuple(round(end, 4) for end in interval([1.0] * 13))
 
 
 def test_comparison_gives_each_direction_half_of_the_error() -> None:

@@ -157,6 +157,17 @@ def test_clip_cov_takes_the_gradient_of_tokens_within_its_bounds() -> None:
     assert {"held_back": 1} == loss(surveyed(find_loss("clip-cov").call, batch(COVARIANCES))).counts
 
 
+@pytest.mark.parametrize(("name", "field", "value"), [("clip-cov", "kept_M", 0.0), ("kl-cov", "penalised_M", 1.0)])
+def test_tokens_of_equal_covariance_are_chosen_in_their_order(name: str, field: str, value: float) -> None:
+    many = 100
+    only_largest = {"cov_low": 2.0} if name == "clip-cov" else {}
+    loss = find_loss(name, {"ratio": 10 / (4 * many), **only_largest}).call
+    chosen = surveyed(loss, batch(COVARIANCES * many)).extras[field] == value
+    places = [4 * place for place in range(many)]  # of the first kind of token, whose covariance is the largest
+    expected = places[:: many // 10] if name == "clip-cov" else places[:10]
+    assert expected == chosen.nonzero()[:, 0].tolist()
+
+
 def test_kl_cov_penalises_the_tokens_of_the_largest_covariance() -> None:
     moved = [(new + 0.01, old, a, w) for new, old, a, w in COVARIANCES]
     loss = find_loss("kl-cov", {"ratio": 0.25, "kl_coef": 0.5}).call

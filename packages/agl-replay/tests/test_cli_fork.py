@@ -14,7 +14,7 @@ pytest.importorskip("openai", exc_type=ImportError)
 
 import msgspec
 
-from agl.contracts import FORK, ForkPlan, RolloutQuery, Upstream, fork_of, sampling_mode
+from agl.contracts import FORK, TRAINS, ForkPlan, RolloutQuery, Upstream, fork_of, trains
 from agl.schemas import Rollout, to_json
 from agl_inspect.terminal.program import cli
 from agl_replay.forking import ForkedRollout, ForkReport, judged
@@ -163,10 +163,18 @@ def test_models_sample_for_a_fork_as_in_the_mode_of_its_recorded_rollout(mode: A
     recorded = Rollout(rollout_id="r", task={}, mode=mode)
     again = Rollout(rollout_id="f", task={}, mode="test")
     fork = as_fork(again, ForkPlan(rollout_id="r", span_id="s"), of=recorded, metadata={})
-    assert mode == sampling_mode(fork)
+    assert (mode == "train") == trains(fork, "main")
     given = Upstream(name="main", base_url="http://127.0.0.1:1", sampling="override")
     assert ("override" if mode == "train" else "") == upstreams_of(fork, [given])[0].sampling
-    assert "test" == fork.mode == sampling_mode(msgspec.structs.replace(again, metadata={FORK: "mine"}))
+    assert "test" == fork.mode
+    assert not trains(msgspec.structs.replace(again, metadata={FORK: "mine"}), "main")
+
+
+def test_models_that_did_not_train_on_the_recorded_rollout_sample_for_a_fork_as_the_agent_asks() -> None:
+    recorded = Rollout(rollout_id="r", task={}, mode="train", metadata={TRAINS: ["main"]})
+    again = Rollout(rollout_id="f", task={}, mode="test")
+    fork = as_fork(again, ForkPlan(rollout_id="r", span_id="s"), of=recorded, metadata={})
+    assert [True, False] == [trains(fork, name) for name in ("main", "judge")]
 
 
 def test_list_of_calls_escapes_what_models_said(team: Team) -> None:

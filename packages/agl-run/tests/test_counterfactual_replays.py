@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agl.contracts import ReplayPlan, replay_of, sampling_mode
+from agl.contracts import ReplayPlan, replay_of, trains
 from agl.schemas import Episode, Mode, Rollout
 from agl.stores import MemoryStore
 from agl_run.parts.counterfactual import Replays
@@ -68,7 +68,7 @@ def test_replay_samples_as_the_rollout_that_it_replays(mode: Mode) -> None:
     plan = ReplayPlan(rollout_id="r-1", replaced=("clerk",))
     (rollout,) = replayed(plan, mode=mode)
 
-    assert ("test", mode) == (rollout.mode, sampling_mode(rollout))
+    assert ("test", mode == "train") == (rollout.mode, trains(rollout, "main"))
     assert replace(plan, mode=mode) == replay_of(rollout)
 
 

@@ -147,7 +147,7 @@ class Critic(Settings, frozen=True, kw_only=True):
 
     Attributes:
         lr: Peak learning rate, above the policy's: values start at 0 everywhere, and wrong values make wrong
-            advantages.
+            advantages. Under LoRA the critic trains adapters too, which need about ten times the rate of whole weights.
         warmup: Steps at the start in which only the critic learns.
         clip: Clip distance of values within a step, in the unit of the returns; 0 turns it off.
     """

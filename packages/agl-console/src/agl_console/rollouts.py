@@ -143,7 +143,7 @@ class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
         rollouts: The number of matching rollouts.
         tasks: The number of groups with a reward among them.
         mean: Mean over tasks of the mean of each task's rollouts; ``None`` without any reward.
-        low: Lower end of Student's 95 % interval over tasks; ``None`` for fewer than two tasks.
+        low: Lower end of the 95 % interval over tasks; ``None`` for fewer than two tasks.
         high: Upper end of that interval.
     """
 

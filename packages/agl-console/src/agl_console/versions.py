@@ -21,6 +21,7 @@ from agl_inspect.versions import (
     ListedVersion,
     Trial,
     TrialScore,
+    current,
     diff_versions,
     list_versions,
     read_trials,
@@ -99,7 +100,7 @@ class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Query parameters of the page.
 
     Attributes:
-        version: The version or label to show; by default the newest version.
+        version: The version or label to show; by default the one that the resource's name means.
         against: The version or label to compare it with; by default its parent.
         tried: ``yes`` to include versions that an algorithm or ``agl resources try`` only tried.
         before: The oldest version on the previous page.
@@ -112,7 +113,7 @@ class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ResourceRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A resource, with the newest version and the best measured version."""
+    """A resource, with the version that its name means and the best measured version."""
 
     name: str
     kind: str
@@ -236,7 +237,7 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
     published = [item for item in every if not item.is_only_tried] or every
     listed = every if chosen.tried else published
     page = _page(listed, _found(name, chosen.before, labels, known))
-    shown = known[_found(name, chosen.version, labels, known) or published[-1].version.version]
+    shown = known[_found(name, chosen.version, labels, known) or (await current(store, name))[0].version]
     parent = shown.version.parent if shown.version.parent in known else ""
     against = _found(name, chosen.against, labels, known) or parent
     is_too_long, diff = difference(known[against].version, shown.version) if against else (False, [])

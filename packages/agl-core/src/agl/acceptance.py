@@ -1,4 +1,4 @@
-"""Decides from rewards whether a new version is better than an old one.
+"""Decides from rewards whether a new version is better than an old one, and computes the interval of a mean reward.
 
 A :class:`Gate` reads differences of rewards one after another, and may be asked for its verdict after every one of
 them: frequent looks do not make a wrong verdict likelier. It tests two claims: "the gain is at most `gain`" and "the
@@ -29,12 +29,18 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from statistics import fmean
 from typing import Literal
 
 from agl.errors import ConfigError
 
 BETS = tuple(0.05 * 19 ** (k / 29) for k in range(30))
 """The bets, from 0.05 to 0.95: small ones find small gains, large ones find large gains early."""
+
+COINS = 4
+"""Number of values with the largest variance that are added, so that equal values do not get an interval of width 0."""
+
+_Z = 1.959964
 
 Verdict = Literal["open", "better", "worse", "undecidable"]
 """``open`` asks for more differences; ``undecidable`` means that the budget is used up without a verdict."""
@@ -203,6 +209,36 @@ def odds_text(odds: float) -> str:
     if odds > 1e6:
         return "over 1,000,000 to 1"
     return f"{odds:,.0f} to 1" if odds >= 10 else f"{odds:.2g} to 1"
+
+
+def mean_interval(values: Sequence[float], *, low: float = 0.0, high: float = 1.0) -> tuple[float, float]:
+    """Return the ends of a 95 % interval of the mean of independent values between ``low`` and ``high``.
+
+    The interval contains the values' mean, and never leaves the range. It is Wilson's (Wilson 1927, "Probable
+    inference, the law of succession, and statistical inference"). With m the mean of n values in [0, 1] and z the
+    97.5 % quantile of the normal distribution, its ends are the solutions p of
+
+        (m - p)^2 = z^2 * phi * p * (1 - p) / n
+
+    where phi = 1 gives Wilson's own interval, for values that are 0 or 1: then p * (1 - p) is their variance. Thirteen
+    values of 1 give [0.772, 1], and not [1, 1] as Student's t does.
+
+    Deviation, for partial credit: phi is the variance of the values divided by m * (1 - m), the largest possible
+    variance, computed as if `COINS` more values had the largest variance. Values of 0 and 1 have phi = 1 whatever
+    `COINS` is.
+    """
+    width, n = high - low or 1.0, len(values)  # a range of one number has no width
+    shares = [(value - low) / width for value in values]  # in [0, 1]
+    mean = fmean(shares)
+    # A rounding error beyond an end of the range would make the variance of a coin negative.
+    coin = max(0.0, mean * (1 - mean))
+    spread = sum((share - mean) ** 2 for share in shares)
+    phi = (spread + COINS * coin) / ((n + COINS) * coin) if coin else 1.0
+    z2 = _Z**2 * phi / n  # z^2 * phi / n: the two ends are those of Wilson's interval with n / phi values
+    centre, half = mean + z2 / 2, math.sqrt(z2 * coin + z2**2 / 4)
+    first, last = (min(1.0, max(0.0, (centre + sign * half) / (1 + z2))) for sign in (-1, 1))
+    # An end differs from a mean of 0 or 1 by rounding alone.
+    return low + width * min(first, mean), low + width * max(last, mean)
 
 
 class _Wealth:

@@ -1,4 +1,4 @@
-"""Compares the rewards of two versions by the gate, and computes Student's interval of a mean for display.
+"""Compares the rewards of two versions by the gate, and computes the interval of a mean for display.
 
 A comparison has a verdict only if the evidence is strong enough, see :class:`agl.Gate`. It may be repeated after every
 new rollout: frequent looks do not make a wrong verdict likelier.
@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean, variance
 from typing import Literal
 
 from agl import Gate
-from agl.acceptance import odds_text
+from agl.acceptance import mean_interval, odds_text
 from agl.errors import ConfigError
 from agl.hints import count_of
 from agl.schemas import Record
@@ -215,9 +215,15 @@ def span_of(rewards: Sequence[float]) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of Student's 95 % interval of the values' mean; infinite for fewer than two values."""
+    """Return the ends of a 95 % interval of the values' mean; infinite for fewer than two values.
+
+    For values between 0 and 1 it stays there (:func:`agl.acceptance.mean_interval`); for others, whose range is not
+    known, it is Student's.
+    """
     if len(values) < 2:
         return -math.inf, math.inf
+    if 0 <= min(values) <= max(values) <= 1:
+        return mean_interval(values)
     width = student_quantile(0.975, len(values) - 1) * math.sqrt(variance(values) / len(values))
     return fmean(values) - width, fmean(values) + width
 

@@ -19,6 +19,7 @@ from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, TRIAL, group_id_of
 from agl_inspect.records.shelf import Shelf
 from agl_inspect.records.splits import unit_of
 from agl_inspect.records.state import unsaved
+from agl_inspect.records.validations import BEST
 from agl_inspect.searches import Candidate, candidates_of, owner_of
 from agl_inspect.statistics import Comparison, compare_tasks, interval, need_both
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
@@ -62,6 +63,8 @@ class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
         labels: The labels that point at the version.
         ancestors: The names of the versions from which this one descends, its parent first.
         candidate: The candidate of a prompt search that became the version, ``None`` if it has another origin.
+        chosen: The reason why the resource's bare name means this version, such as ``live in sums``; ``""`` if the
+            version was named.
         is_saved: False for weights that were served from memory and never written.
     """
 
@@ -69,6 +72,7 @@ class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
     labels: list[str]
     ancestors: list[str]
     candidate: Candidate | None = None
+    chosen: str = ""
     is_saved: bool = True
 
 
@@ -103,7 +107,7 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
 async def list_versions(
     store: Store, name: str | None, *, has_candidates: bool, has_trials: bool = True
 ) -> list[ListedVersion]:
-    """List the newest version of every resource, or all versions of ``name``, in order of publication.
+    """List all versions of ``name`` in order of publication; without a name, the :func:`current` one of each resource.
 
     Versions that were only tried are left out, unless ``has_candidates`` is true or a label points at them. With
     ``has_trials``, the trials of a named resource are counted, which reads all their rollouts. Raises
@@ -114,8 +118,8 @@ async def list_versions(
         raise NotFoundError("resource", name, await _known(store, name))
     names = dict.fromkeys(v.name for v in versions)
     pointing = {n: await labels.labels_of(store, n) for n in names}
-    if name is None and not has_candidates:
-        versions = [await _newest_published(store, v, pointing[v.name]) for v in versions]
+    if name is None:
+        versions = [(await current(store, each))[0] for each in names]
     kept = [v for v in versions if has_candidates or not _is_only_tried(v, pointing[v.name])]
     scores = {
         (score.name, score.version): f"{score.mean:.3f}{ends(score.low, score.high)} n={score.n} ({score.how})"
@@ -166,12 +170,30 @@ def _is_only_tried(version: ResourceVersion, names: dict[str, str]) -> bool:
     return bool(version.metadata.get("candidate")) and version.version not in names.values()
 
 
-async def _newest_published(store: Store, newest: ResourceVersion, names: dict[str, str]) -> ResourceVersion:
-    """Return a resource's newest version that was not only tried; if all were only tried, return ``newest``."""
-    if not _is_only_tried(newest, names):
-        return newest
-    published = [v for v in await store.resources(newest.name) if not _is_only_tried(v, names)]
-    return published[-1] if published else newest
+async def current(store: Store, name: str) -> tuple[ResourceVersion, str]:
+    """Return the version that a resource's bare name means, and the reason as text.
+
+    This is the version that is live in the experiment that began last, else the version with the label ``best``, else
+    the newest. A version that a person published after all others comes before these. Weights that were never saved and
+    versions that were only tried count only if there are no others.
+
+    Raises:
+        NotFoundError: The resource has no version.
+    """
+    versions = await store.resources(name)
+    if not versions:
+        raise NotFoundError("resource", name, await _known(store, name))
+    names, lost = await labels.labels_of(store, name), await unsaved(store, versions)
+    saved = [v for v in versions if (name, v.version) not in lost]
+    published = [v for v in saved if not _is_only_tried(v, names)] or saved or versions
+    newest, best = published[-1], [v for v in published if v.version == names.get(BEST)]
+    if not origin_of(newest):
+        return newest, "the newest, published by hand"
+    live = {record.live[name]: record.name for record in await store.experiments() if name in record.live}
+    for version in reversed(published):
+        if version.version in live:
+            return version, f"live in {live[version.version]}"
+    return (best[0], "labelled best") if best else (newest, "the newest")
 
 
 async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) -> dict[str, str]:
@@ -190,7 +212,7 @@ async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) 
 
 
 async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
-    """Return the version that ``which`` names by version, label or candidate id; by default the newest saved one.
+    """Return the version that ``which`` names by version, label or candidate id; by default the :func:`current` one.
 
     Raises :class:`NotFoundError` if the resource or the version does not exist.
     """
@@ -198,10 +220,11 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
     versions = {v.version: v for v in await store.resources(name)}
     if not versions:
         raise NotFoundError("resource", name, await _known(store, name))
-    lost = await unsaved(store, versions.values())
-    kept = [v for v in versions.values() if (v.name, v.version) not in lost]
-    newest = [v for v in kept if not _is_only_tried(v, names)] or kept or list(versions.values())
-    wanted = newest[-1].version if which is None else names.get(which, which)
+    chosen = ""
+    if which is None:
+        default, chosen = await current(store, name)
+        which = default.version
+    wanted = names.get(which, which)
     tried = await candidates_of(store, name)
     if wanted not in versions:
         wanted = next((c.versions.get(name, wanted) for c in reversed(tried) if c.id == wanted), wanted)
@@ -220,7 +243,8 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
         labels=_pointing(names, wanted),
         ancestors=ancestors,
         candidate=owner_of(versions[wanted], tried),
-        is_saved=(name, wanted) not in lost,
+        chosen=chosen,
+        is_saved=not await unsaved(store, [versions[wanted]]),
     )
 
 

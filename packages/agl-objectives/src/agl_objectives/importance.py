@@ -64,12 +64,7 @@ class Importance:
 
     def weights(self, old_M: Tensor, behaviour_M: Tensor, *, rollout_M: Tensor) -> Tensor:
         """Return the weight of every token, [M], without gradient; if `needs_rollouts`, rollouts must be complete."""
-        # Detached, because the weight belongs to the data and is not a function of the parameters in training.
-        log_M = old_M.detach() - behaviour_M
-        if self.level != "token":
-            log_M = self._of_rollouts(log_M, rollout_M)
-        # k_t >= 0 with E_behaviour[k_t] = 1, but with a variance that grows with the distance of the two policies.
-        ratio_M = torch.exp(log_M)
+        ratio_M = self._ratios(old_M, behaviour_M, rollout_M=rollout_M)
         # Truncation has no lower bound: small weights do no harm.
         if self.mode == "truncate":
             # The bias of min(k, cap) is small where few weights exceed the cap, and its variance is at most cap^2.
@@ -82,6 +77,19 @@ class Importance:
         # Self-normalised importance sampling: sum k f / sum k, a little biased, with less variance than (1 / N) sum k
         # f.
         return weight_M / _mean_of_rollouts(weight_M, rollout_M) if self.is_normalised else weight_M
+
+    def truncated(self, old_M: Tensor, behaviour_M: Tensor, *, rollout_M: Tensor) -> Tensor:
+        """Return true for every token whose k_t the mode `truncate` lowers, or leaves at the cap; [M]."""
+        # Not read from the weights: divided by their mean, they lie on another scale than the cap.
+        return self._ratios(old_M, behaviour_M, rollout_M=rollout_M) >= self.cap
+
+    def _ratios(self, old_M: Tensor, behaviour_M: Tensor, *, rollout_M: Tensor) -> Tensor:
+        # Detached, because the weight belongs to the data and is not a function of the parameters in training.
+        log_M = old_M.detach() - behaviour_M
+        if self.level != "token":
+            log_M = self._of_rollouts(log_M, rollout_M)
+        # k_t >= 0 with E_behaviour[k_t] = 1, but with a variance that grows with the distance of the two policies.
+        return torch.exp(log_M)
 
     def _of_rollouts(self, log_M: Tensor, rollout_M: Tensor) -> Tensor:
         """Return for every token the sum (`sequence`) or mean (`geometric`) of the log-weights of its rollout, [M]."""

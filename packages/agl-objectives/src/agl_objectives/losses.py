@@ -320,7 +320,8 @@ class ClipCov:
 
     arXiv 2505.22617, Clip-Cov. The tokens that are held back have a covariance between `cov_low` and `cov_high`. The
     paper draws them at random. Here they are taken at even distances in the order of their covariance, so that an
-    update depends neither on a random state nor on the order of its rows.
+    update does not depend on a random state. Tokens of equal covariance keep their order in the update, so only between
+    these does the order of its rows decide.
 
     Args:
         clip_low: Lower clip distance of the ratio.
@@ -353,7 +354,7 @@ class ClipCov:
         kept_M = torch.ones_like(cov_M)
         if count:
             # Even distances: index k of n tokens in order is k n / count, for k = 0 to count - 1.
-            order = places[cov_M[places].argsort()]
+            order = places[cov_M[places].argsort(stable=True)]
             kept_M[order[torch.arange(count) * len(order) // count]] = 0.0
         return {"kept_M": kept_M}
 
@@ -399,7 +400,7 @@ class KLCov:
             count = min(len(places), max(1, int(len(places) * self.ratio)))
             # The k tokens of largest covariance would lower the entropy most. They are not held back; the penalty slows
             # them.
-            penalised_M[places[torch.topk(cov_M[places], count).indices]] = 1.0
+            penalised_M[places[cov_M[places].argsort(descending=True, stable=True)[:count]]] = 1.0
         return {"penalised_M": penalised_M}
 
     def __call__(self, tokens: TokenBatch) -> LossTerms:

@@ -94,6 +94,12 @@ class Plan:
         """Return the policies whose weights an algorithm tunes."""
         return {name for algorithm in self.config.algorithm for name in algorithm.tunes} & set(self.config.policy)
 
+    def policies_trained_on(self, collecting: AlgorithmConfig) -> list[str]:
+        """Return the policies that train on an algorithm's rollouts, also those of algorithms that share them."""
+        name = collecting.name
+        learning = [each for each in self.config.algorithm if name == each.name or name in each.source]
+        return sorted({policy for each in learning for policy in each.tunes} & set(self.config.policy))
+
 
 def placeholder_keys() -> AbstractContextManager[None]:
     """Set placeholders for missing API keys, and exempt this machine from the environment's proxy.

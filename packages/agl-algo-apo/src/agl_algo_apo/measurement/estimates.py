@@ -1,28 +1,10 @@
-"""Estimates: means of rewards with intervals that never leave the range of the rewards.
-
-The interval is Wilson's (Wilson 1927, "Probable inference, the law of succession, and statistical inference"), for
-means of values in [0, 1]. With m the mean of n values and z the 97.5 % quantile of the normal distribution, its ends
-are the solutions p of
-
-    (m - p)^2 = z^2 * phi * p * (1 - p) / n
-
-where phi = 1 gives Wilson's own interval, for values that are 0 or 1: then p * (1 - p) is their variance. Thirteen
-values of 1 give [0.772, 1], and not [1, 1] as Student's t does.
-
-Deviation, for partial credit: phi is the variance of the values divided by m * (1 - m), the largest possible variance,
-computed as if `COINS` more values had the largest variance. Values of 0 and 1 have phi = 1 whatever `COINS` is.
-"""
+"""Estimates: means of rewards with intervals that never leave the range of the rewards."""
 
 from collections.abc import Sequence
-from math import sqrt
 from statistics import fmean
 
+from agl.acceptance import mean_interval
 from agl.schemas import Record
-
-COINS = 4
-"""Number of values with the largest variance that are added, so that equal values do not get an interval of width 0."""
-
-_Z = 1.959964
 
 
 class Range(Record, frozen=True, kw_only=True):
@@ -57,18 +39,8 @@ def estimate(values: Sequence[float], within: Range) -> Estimate:
     The interval contains the mean and lies within the range, which is widened if a value is outside.
     """
     low, high = min(within.low, *values), max(within.high, *values)
-    width, n = high - low or 1.0, len(values)  # a range of one number has no width
-    shares = [(value - low) / width for value in values]  # in [0, 1]
-    mean = fmean(shares)
-    # A rounding error beyond an end of the range would make the variance of a coin negative.
-    coin = max(0.0, mean * (1 - mean))
-    spread = sum((share - mean) ** 2 for share in shares)
-    phi = (spread + COINS * coin) / ((n + COINS) * coin) if coin else 1.0
-    z2 = _Z**2 * phi / n  # z^2 * phi / n: the two ends are those of Wilson's interval with n / phi values
-    centre, half = mean + z2 / 2, sqrt(z2 * coin + z2**2 / 4)
-    ends = [min(1.0, max(0.0, (centre + sign * half) / (1 + z2))) for sign in (-1, 1)]
-    first, last = min(ends[0], mean), max(ends[1], mean)  # an end differs from a mean of 0 or 1 by rounding alone
-    return Estimate(mean=fmean(values), low=low + width * first, high=low + width * last, n=n)
+    first, last = mean_interval(values, low=low, high=high)
+    return Estimate(mean=fmean(values), low=first, high=last, n=len(values))
 
 
 def exactly_nothing(n: int) -> Estimate:

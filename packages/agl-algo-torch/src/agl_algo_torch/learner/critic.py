@@ -4,12 +4,14 @@ V(s_t) is the expected return before token t is drawn. The state s_t is all toke
 position that also predicts token t.
 
 The critic is a separate network and not a second head on the policy. The value's gradient then cannot disturb the
-policy, and the served model stays a plain language model. The price is the memory of a second model.
+policy, and the served model stays a plain language model. The price is the memory of a second model. Where the policy
+has LoRA adapters, the critic has adapters of its own on the same frozen weights, and costs little.
 `ppo` computes targets and advantages (`gae`).
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,12 +20,11 @@ from torch import Tensor, nn
 
 from agl_algo_torch.learner.batch import micro_batches
 from agl_algo_torch.learner.checkpoint import load_training, save_training
-from agl_algo_torch.learner.model import checkpoint_gradients, computing
+from agl_algo_torch.learner.model import checkpoint_gradients, computing, has_lora
 from agl_algo_torch.learner.optim import apply_gradients, build_optimizer
 from agl_algo_torch.learner.packing import pack, packs_rows
-from agl_algo_torch.learner.scoring import last_hidden_states
+from agl_algo_torch.learner.scoring import bare, last_hidden_states
 from agl_algo_torch.learner.typed_torch import backward, seed_everything
-from agl_algo_torch.learner.weights import serving_copy
 from agl_objectives.directories import prune, step_directory
 from agl_objectives.reports import Skipped
 
@@ -63,16 +64,15 @@ class CriticLearner:
     def __init__(self, learner: PolicyLearner, settings: Optim, *, clip: float) -> None:
         """Copy the learner's network; `clip` bounds how far a value moves in one step, and 0 sets no bound.
 
+        Under LoRA the copy starts from the present adapters, and shares the frozen weights below them.
         The critic uses gradient checkpointing if the learner does.
         """
         seed_everything(0)  # the new head draws from the global generator; a resumed run must draw the same
-        loaded = serving_copy(learner.loaded)
-        self._device = loaded.device
-        pack(loaded.model)  # if it cannot, the policy's own notice has said so
-        self._is_packed = packs_rows(loaded.model)
-        # float32 even with a bfloat16 policy: returns are compared, and 8 bits of precision blur them. All weights
-        # train, under LoRA too: adapters were merged into the copy.
-        self.model = ValueModel(loaded.model.float()).to(loaded.device).requires_grad_(requires_grad=True)
+        network = _network(learner.loaded.model)
+        self._device = learner.loaded.device
+        pack(network)  # if it cannot, the policy's own notice has said so
+        self._is_packed = packs_rows(network)
+        self.model = ValueModel(bare(network)).to(self._device)
         if learner.checkpoints:
             checkpoint_gradients(self.model.trunk)
         self._optimizer = build_optimizer(self.model, settings)
@@ -149,6 +149,16 @@ class CriticLearner:
         source = step_directory(workdir / "critic", step)
         # If the directory exists, it was looked at for damage together with the policy's checkpoint.
         self.updates = load_training(source, model=self.model, optimizer=self._optimizer, is_checked=source.is_dir())
+
+
+def _network(policy: nn.Module) -> nn.Module:
+    """Return a copy of the policy to read values from, below its head."""
+    if not has_lora(policy):
+        # float32 even with a bfloat16 policy: returns are compared, and 8 bits of precision blur them.
+        return copy.deepcopy(policy).float().requires_grad_(requires_grad=True)
+    # Tensors that are listed as copied already are shared.
+    shared = {id(tensor): tensor for tensor in (*policy.parameters(), *policy.buffers()) if not tensor.requires_grad}
+    return copy.deepcopy(policy, dict(shared))
 
 
 def value_loss(

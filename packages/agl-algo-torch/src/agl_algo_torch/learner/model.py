@@ -376,16 +376,32 @@ def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield plain, value + deltas[plain].detach() if plain in deltas else value
 
 
+def _frozen(model: nn.Module) -> nn.Module:
+    """Return a copy that is not trained; the layers of a master hold only the numbers that they compute with.
+
+    In every pass of a master, autocast rounds the weights of its linear layers to the computing type. The embedding and
+    the norms compute in float32, and the head may share the embedding's weights.
+    """
+    copied = copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
+    whole = cast("Any", copied)
+    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    if dtype := getattr(model, _COMPUTED, None):
+        for _, layer in modules(copied):
+            if isinstance(layer, nn.Linear) and layer is not head and layer.weight is not embedding.weight:
+                layer.to(dtype)
+    return copied
+
+
 class Reference:
     """The frozen reference policy of a KL penalty or of DPO: `model` as it was at construction.
 
     Under LoRA this holds a copy of the adapters, which replaces the trained adapters inside `active`. Otherwise it
-    holds a copy of the whole model.
+    holds a copy of the whole model, which computes exactly what the model computed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._copy = None if has_lora(model) else copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
+        self._copy = None if has_lora(model) else _frozen(model)
         self._adapters = {name: tensor.clone() for name, tensor in trainable_state(model).items()}
         if self._copy is not None:
             self._adapters.clear()

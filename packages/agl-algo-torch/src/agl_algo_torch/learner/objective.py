@@ -9,6 +9,7 @@ M is the number of trained tokens of a micro-batch, T the length of a row.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -100,6 +101,7 @@ class PolicyObjective:
         self._aggregation: Aggregation = settings.aggregation or found.entry.aggregation
         floor = MASK_FLOOR if correction.mode == "mask" else 0.0
         self._importance = Importance(**msgspec.structs.asdict(correction), floor=floor)
+        self._truncated_from = self._importance.cap or math.inf
         if settings.constant_tokens != Objective().constant_tokens and self._aggregation != "constant":
             raise ConfigError(
                 f"{algorithm} got constant_tokens = {settings.constant_tokens}, by which only the aggregation "
@@ -198,7 +200,7 @@ class PolicyObjective:
             return loss_M
         if weight_M is None:
             weight_M = self._importance.weights(old_M, batch.behaviour_M, rollout_M=batch.rollout_M)
-        name, chosen_M = "tis_truncated", weight_M >= (self._importance.cap or torch.inf)
+        name, chosen_M = "tis_truncated", weight_M >= self._truncated_from
         if self._importance.mode == "mask":
             name, chosen_M = "tis_masked", weight_M == 0
         tally.sums[name] += int(chosen_M.sum())
@@ -218,6 +220,9 @@ class PolicyObjective:
         rows = [sample for sample in samples if sample.old is not None]
         tokens = self._tokens(rows, [sample.behaviour for sample in rows])
         found_M = self._importance.weights(tokens.old_M, tokens.behaviour_M, rollout_M=tokens.rollout_M)
+        # All truncated weights are equal, also after the division by the mean, and no other weight is larger.
+        truncated_M = self._importance.truncated(tokens.old_M, tokens.behaviour_M, rollout_M=tokens.rollout_M)
+        self._truncated_from = float(found_M[truncated_M].min()) if bool(truncated_M.any()) else math.inf
         by_row = {id(sample): part for sample, part in zip(rows, _rows_of(found_M, rows), strict=True)}
         return [replace(s, importance=by_row[id(s)]) if id(s) in by_row else s for s in samples]
 

@@ -134,14 +134,8 @@ def corrected(samples: Sequence[RowSample], correction: Correction) -> list[RowS
     rows = [row for row in samples if row.trained_tokens]
     if not (correction.is_on and rows):
         return list(samples)
-    # A sequence is a rollout with all its rows, so statistics cover their tokens together.
-    numbers = {rollout: n for n, rollout in enumerate(dict.fromkeys(row.rollout for row in rows))}
     sizes = [row.trained_tokens for row in rows]
-    # log pi_old by the engine, [M] over all rows of the step.
-    old_M = torch.cat([(row.behaviour if row.old is None else row.old)[row.mask] for row in rows])
-    # log pi_behaviour, as the server recorded it when it drew the tokens.
-    behaviour_M = torch.cat([row.behaviour[row.mask] for row in rows])
-    rollout_M = torch.tensor([numbers[row.rollout] for row in rows]).repeat_interleave(torch.tensor(sizes))
+    old_M, behaviour_M, rollout_M = _tokens(rows)
     weights: Sequence[Tensor] = cast("Any", correction.weights(old_M, behaviour_M, rollout_M)).split(sizes)
     keeps: Sequence[Tensor] = cast("Any", correction.keeps(old_M, behaviour_M, rollout_M)).split(sizes)
     found: dict[int, RowSample] = {}
@@ -154,6 +148,16 @@ def corrected(samples: Sequence[RowSample], correction: Correction) -> list[RowS
         found[id(row)] = replace(weighed, rejected=rejected_R) if correction.bounds else weighed
     # Rows without a trained token (held rows or padding) are returned unchanged.
     return [found.get(id(row), row) for row in samples]
+
+
+def _tokens(rows: Sequence[RowSample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log pi_old by the engine, log pi_behaviour by the server, and the rollout of each token, [M]."""
+    # A sequence is a rollout with all its rows, so statistics cover their tokens together.
+    numbers = {rollout: n for n, rollout in enumerate(dict.fromkeys(row.rollout for row in rows))}
+    sizes = torch.tensor([row.trained_tokens for row in rows])
+    old_M = torch.cat([(row.behaviour if row.old is None else row.old)[row.mask] for row in rows])
+    behaviour_M = torch.cat([row.behaviour[row.mask] for row in rows])
+    return old_M, behaviour_M, torch.tensor([numbers[row.rollout] for row in rows]).repeat_interleave(sizes)
 
 
 def correction_metrics(samples: Sequence[RowSample], correction: Correction) -> dict[str, float]:
@@ -171,7 +175,8 @@ def correction_metrics(samples: Sequence[RowSample], correction: Correction) -> 
         # w_t of the trained tokens, in float64 because squares are summed.
         weight_M = torch.cat([row.importance[row.mask] for row in rows if row.importance is not None]).double()
         # Tokens at the cap; their gradient is too small by the factor by which k_t exceeds b.
-        name, chosen_M = "tis_truncated", weight_M >= importance.cap
+        old_M, behaviour_M, rollout_M = _tokens(rows)
+        name, chosen_M = "tis_truncated", importance.truncated(old_M, behaviour_M, rollout_M=rollout_M)
         if importance.mode == "mask":
             name, chosen_M = "tis_masked", weight_M == 0
         found[name] = float(chosen_M.double().mean())

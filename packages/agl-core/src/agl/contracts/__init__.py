@@ -21,6 +21,7 @@ from agl.contracts._replay import (
     FORK,
     REPLAY,
     REPLAY_VERSION,
+    TRAINS,
     AnyPlan,
     CounterfactualCredit,
     DivergenceError,
@@ -30,7 +31,7 @@ from agl.contracts._replay import (
     fork_of,
     is_diverged,
     replay_of,
-    sampling_mode,
+    trains,
 )
 from agl.contracts._serving import POLICY_KEY_ENV, REDACTED, Gateway, Policy, Redactor, ServedModel, VersionedPolicy
 from agl.contracts._sink import Cell, Exporter, Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
@@ -80,6 +81,7 @@ __all__ = [
     "REDACTED",
     "REPLAY",
     "REPLAY_VERSION",
+    "TRAINS",
     "Algorithm",
     "AlgorithmContext",
     "AlgorithmEntry",
@@ -152,6 +154,6 @@ __all__ = [
     "fork_of",
     "is_diverged",
     "replay_of",
-    "sampling_mode",
     "shortened",
+    "trains",
 ]

@@ -17,6 +17,8 @@ REPLAY = "replay"
 FORK = "fork"
 """Key in a rollout's metadata of the :class:`ForkPlan`."""
 
+TRAINS = "agl.trains"
+"""Key in a training rollout's metadata of the names of the policies that train on the rollout."""
 
 REPLAY_VERSION = "replay:"
 """Prefix of the recorded model version of a call that was answered from a recording."""
@@ -99,13 +101,19 @@ def fork_of(rollout: Rollout) -> ForkPlan | None:
     return _plan(rollout, FORK, ForkPlan)
 
 
-def sampling_mode(rollout: Rollout) -> Mode:
-    """Return the mode whose sampling rules apply to a rollout; a replay or fork follows the recorded rollout."""
+def trains(rollout: Rollout, policy: str) -> bool:
+    """Return true if a policy in training trains on a rollout, so that its sampling rules apply to its calls.
+
+    A training rollout that names no policies (:data:`TRAINS`) trains every policy. A replay or fork is sampled as the
+    recorded rollout was.
+    """
     try:
         again = fork_of(rollout) or replay_of(rollout)
     except AglError:  # metadata of the user's own
         again = None
-    return rollout.mode if again is None else again.mode
+    named = rollout.metadata.get(TRAINS)
+    mode = rollout.mode if again is None else again.mode
+    return mode == "train" and (not isinstance(named, list) or policy in named)
 
 
 def is_diverged(episode: Episode) -> bool:

@@ -32,7 +32,7 @@ from agl_inspect.exports import Exported, Losses
 from agl_inspect.rollouts.span_reader import CHOSEN_PAGE, SpanReader
 from agl_inspect.terminal.opening import complete_rollout, pass_manager, store_option, with_store
 from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query, span_options
-from agl_inspect.versions import resource_text, shown
+from agl_inspect.versions import ShownVersion, resource_text, shown
 
 FORMATS = ("messages", "dpo", "transitions", "rows", "spans", "text", "json", "python", "model", "gguf")
 
@@ -84,8 +84,8 @@ def export(
     IDS are ids, unique beginnings of ids, or latest; without any, all rollouts that match the filters are written.
 
     --span, --agent and --kind select the spans that --format spans writes, from the deciding attempts. With --format
-    text, json, python, model, merged or gguf, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label;
-    by default the newest version is written.
+    text, json, python, model, merged or gguf, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label; by
+    default the version that is live, else the best, else the newest is written.
     """
     if form in (*_OF_RESOURCES, *OF_WEIGHTS):
         _export_resources(manager, store_url, rollout_ids, form, output)
@@ -137,12 +137,16 @@ def _export_resources(
     if form in OF_WEIGHTS and len(names) > 1:
         raise ConfigError(f"--format {form} writes one model, and {len(names)} resources are named; name one")
 
-    async def work(store: Store) -> tuple[list[ResourceVersion], str]:
+    async def work(store: Store) -> tuple[list[ShownVersion], str]:
         pairs = [name.partition("@") for name in names]
         found = [await shown(store, name, version or None) for name, _, version in pairs]
-        return [each.version for each in found], await model_card(store, found[0]) if form in OF_WEIGHTS else ""
+        return found, await model_card(store, found[0]) if form in OF_WEIGHTS else ""
 
-    versions, card = with_store(manager, store_url, work)
+    found, card = with_store(manager, store_url, work)
+    versions = [each.version for each in found]
+    for each in found:
+        if each.chosen:
+            click.echo(f"no version was named: {each.version.name}@{each.version.version} is {each.chosen}", err=True)
     if form in OF_WEIGHTS:
         click.echo(write_model(manager, versions[0], card, output, form=form), err=True)
         return

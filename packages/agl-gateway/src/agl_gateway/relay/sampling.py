@@ -1,8 +1,9 @@
 """Adjusts the sampling of a policy in training to the rollout: full distribution, greedy decoding, or a seed.
 
 Top-p, top-k, penalties, greedy decoding and the like draw tokens from another distribution than the one that training
-computes, which biases the gradient. This concerns only rollouts that train: validation samples as the agent asks. A
-greedy rollout, whose reward is the baseline of others, gets the likeliest tokens instead.
+computes, which biases the gradient. This concerns only the policies that train on the rollout: other policies, and all
+policies in validation, sample as the agent asks. A greedy rollout, whose reward is the baseline of others, gets the
+likeliest tokens instead.
 
 A server that draws random numbers for all requests from one stream gives a call different numbers whenever calls arrive
 in another order. So the gateway seeds each call from the rollout's seed, the attempt's number and the call's position:
@@ -20,7 +21,7 @@ from typing import cast
 import msgspec
 
 from agl import semconv
-from agl.contracts import RolloutQuery, Store, Upstream, sampling_mode
+from agl.contracts import RolloutQuery, Store, Upstream, trains
 from agl.dialects import Request, sampled
 from agl.errors import NotFoundError
 from agl.schemas import Json, Rollout
@@ -36,18 +37,6 @@ _LONGEST = 1024 * 1024
 """Size in bytes from which a request's opening is not read, because that would block the event loop for too long."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rollout:
-    """A rollout's sampling mode, its seed, and the policies that decode greedily in it.
-
-    The defaults are for a rollout without these settings, and for a rollout that is not in the store.
-    """
-
-    mode: str = ""
-    seed: int | None = None
-    greedy: frozenset[str] = frozenset()
-
-
 @dataclass(eq=False, kw_only=True)
 class SamplingRules:
     """Applies :attr:`agl.contracts.Upstream.sampling` to the calls of rollouts, and gives the calls seeds.
@@ -59,7 +48,7 @@ class SamplingRules:
     store: Store
     outage: Outage
     position: Callable[[str, bytes], Awaitable[int]]
-    _known: Recent[str, _Rollout] = field(default_factory=lambda: Recent(10_000), init=False)
+    _known: Recent[str, Rollout] = field(default_factory=lambda: Recent(10_000), init=False)
 
     async def apply(self, asked: Request, upstream: Upstream, rollout_id: str) -> tuple[Request, Mapping[str, Json]]:
         """Return the request to send, and the span attributes that record the sampling parameters that the agent set.
@@ -67,12 +56,12 @@ class SamplingRules:
         Raises:
             Problem: 400 if the upstream refuses such parameters during training.
         """
-        if upstream.is_trained and upstream.name in (await self._rollout(rollout_id)).greedy:
+        if upstream.is_trained and upstream.name in greedy_policies(await self._rollout(rollout_id)):
             whole, _ = sampled(asked, "override")  # penalties would make other tokens the likeliest
             return whole.changed({"temperature": 0}), {}
         rule = upstream.sampling
         sent, notes = sampled(asked, "override" if rule == "refuse" else rule)
-        if not notes or (await self._rollout(rollout_id)).mode != "train":
+        if not notes or not trains(await self._rollout(rollout_id), upstream.name):
             return asked, {}
         overridden = cast("list[str]", notes.get(semconv.SAMPLING_OVERRIDDEN, []))
         if rule == "refuse" and overridden:
@@ -88,8 +77,8 @@ class SamplingRules:
 
     async def seed(self, asked: Request, upstream: Upstream, *, rollout_id: str, attempt_id: str) -> Mapping[str, str]:
         """Return the header that carries the seed of the attempt's next call; empty if the rollout has no seed."""
-        seed = (await self._rollout(rollout_id)).seed if upstream.is_trained else None
-        if seed is None:
+        seed = (await self._rollout(rollout_id)).metadata.get("seed") if upstream.is_trained else None
+        if not isinstance(seed, int):
             return {}
         opening = opening_of(asked) if len(asked.body) < _LONGEST else None
         digest = blake2b(msgspec.json.encode(opening, order="sorted"), digest_size=8).digest()
@@ -98,8 +87,11 @@ class SamplingRules:
         drawn = blake2b(b"%d/%b/%d/%b" % (seed, attempt.encode(), number, digest), digest_size=7)
         return {SEED_HEADER: str(int.from_bytes(drawn.digest()))}
 
-    async def _rollout(self, rollout_id: str) -> _Rollout:
-        """Return the sampling settings of a rollout, which never change; the defaults if the store does not answer."""
+    async def _rollout(self, rollout_id: str) -> Rollout:
+        """Return a rollout without its task; one that trains nothing if the store does not have it or does not answer.
+
+        The mode and the metadata of a rollout never change.
+        """
         if rollout_id not in self._known:
             query = RolloutQuery(ids=(rollout_id,))
             try:
@@ -107,11 +99,6 @@ class SamplingRules:
             except NotFoundError:
                 found = []
             if not found:
-                return _Rollout()
-            seed = found[0].metadata.get("seed")
-            self._known[rollout_id] = _Rollout(
-                mode=sampling_mode(found[0]),
-                seed=seed if isinstance(seed, int) else None,
-                greedy=greedy_policies(found[0]),
-            )
+                return Rollout(rollout_id=rollout_id, task=None, mode="test")
+            self._known[rollout_id] = msgspec.structs.replace(found[0], task=None)
         return self._known[rollout_id]

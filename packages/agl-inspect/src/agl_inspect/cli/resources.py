@@ -69,10 +69,11 @@ def resources() -> None:
 @click.option("--why", is_flag=True, help="List the candidates of NAME's searches, with decisions and costs.")
 @reads_store
 def list_(store: Reading, name: str | None, candidates: bool, why: bool) -> None:
-    """List the newest versions of resources, or all versions of NAME.
+    """List the present versions of resources, or all versions of NAME.
 
-    The versions of NAME are listed from the oldest to the newest. Weights that were only served from memory are marked
-    "not saved".
+    The present version is the one that is live, else the one with the label best, else the newest. Commands take it for
+    a NAME without a version. All versions are listed from the oldest to the newest. Weights that were only served from
+    memory are marked "not saved".
 
     With --why, list every candidate that a prompt search made for NAME, including candidates refused before they ran:
     its parents, its origin, the decision and its reason, and the rollouts and questions to the optimiser's model that
@@ -108,7 +109,7 @@ def _list_candidates(store: Reading, name: str | None) -> None:
 def show_(store: Reading, name: str, version: str | None) -> None:
     """Show a version of NAME with its lineage and labels.
 
-    VERSION is a version, a label or a candidate; by default the newest version.
+    VERSION is a version, a label or a candidate; by default the version that is live, else the best, else the newest.
 
     For a version that a prompt search made, also show the candidate: the critique behind it, the rollouts that its
     critic saw, every check and race with its numbers, the decision, and the costs.
@@ -195,7 +196,8 @@ def report_(
 def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_url: str | None) -> None:
     """Show the difference between two versions of NAME.
 
-    OLD and NEW are versions or labels; by default, NEW is the newest version. If they differ, the exit status is 1.
+    OLD and NEW are versions or labels; by default, NEW is the version that agl resources show NAME shows. If they
+    differ, the exit status is 1.
     """
 
     async def work(store: Store) -> list[str]:
@@ -369,6 +371,7 @@ def _lines(found: ShownVersion) -> list[str]:
     version = found.version
     maker = version.algorithm or origin_of(version) or "a person"
     lines = [f"{version.name} {version.version}, made by {maker}, {when(version.created_at)}"]
+    lines += [f"chosen because no version was named: {found.chosen}"] if found.chosen else []
     lines += [f"labels: {', '.join(found.labels)}"] if found.labels else []
     lines += [f"lineage: {' <- '.join([version.version, *found.ancestors])}"]
     lines += [f"{key}: {short(value, 200)}" for key, value in version.metadata.items() if key != DEFERRED]

@@ -154,10 +154,10 @@ def _check_section(plan: Plan) -> None:
     if any(algorithm.name == VALIDATION for algorithm in config.algorithm):
         raise ConfigError(f"an algorithm is called {VALIDATION!r}, a name reserved for validation; rename it")
     # A setting that is ignored is refused, here and below: its author believes that it works.
-    if section.penalty and "penalise" not in (section.failed, section.missing_reward):
+    if section.penalty and section.failed == section.missing_reward == "drop":
         raise ConfigError(
-            f"experiment.penalty is {section.penalty:g}, and penalty is ignored unless failed or missing_reward is "
-            '"penalise"; set one, or remove it'
+            f"experiment.penalty is {section.penalty:g}, and penalty is ignored if failed and missing_reward are "
+            '"drop"; change one, or remove it'
         )
     if config.schedule.every != 1 and config.schedule.mode != "alternate":
         raise ConfigError(f'schedule.every is ignored in mode {config.schedule.mode!r}; use mode = "alternate"')

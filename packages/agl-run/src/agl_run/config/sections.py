@@ -188,9 +188,10 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         on_collapse: Reaction to two validations in a row that are worse than the best one with evidence of 100 to 1:
             ``rollback`` to the best versions with smaller steps, ``stop``, or ``continue``.
         failed: Treatment of a failed rollout: ``drop`` leaves it out of training, ``penalise`` trains on it with the
-            reward ``penalty``.
+            reward ``penalty``. ``overflow`` trains on those whose last call was cut at a token limit or did not fit
+            into the context, with ``penalty`` or the lowest reward of the step if that is lower, and leaves out others.
         missing_reward: Treatment of a rollout without a reward: ``drop`` or ``penalise``, as for ``failed``.
-        penalty: The reward that ``penalise`` gives.
+        penalty: The reward of rollouts that train without one of their own.
         unseen_calls: Treatment of a rollout with model calls that were noticed but not recorded: ``drop``
             leaves it out, ``error`` ends the run, ``accept`` trains on the recorded calls.
         unattributed_calls: Treatment of a rollout with recorded calls outside of the framework's spans; the values are
@@ -218,7 +219,8 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
     validation_limit: Annotated[int, Meta(ge=0, description="write the most validation tasks, 0 for all")] = 0
     final: Literal["best", "last"] = "best"
     on_collapse: Literal["rollback", "stop", "continue"] = "rollback"
-    failed: Literal["drop", "penalise"] = "drop"
+    # Not `drop`: a policy whose overlong answers vanish looks better the more of them it gives.
+    failed: Literal["overflow", "drop", "penalise"] = "overflow"
     missing_reward: Literal["drop", "penalise"] = "drop"
     penalty: float = 0.0
     unseen_calls: Literal["drop", "error", "accept"] = "drop"

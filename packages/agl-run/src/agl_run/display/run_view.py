@@ -113,7 +113,7 @@ class AlgorithmView:
         has_begun: Whether the algorithm is set up.
         is_finished: Whether the algorithm will take no further step.
         reward: The mean training reward of the newest step; ``None`` before the first reward.
-        spread: Half the width of the 95 % interval of ``reward`` over the groups; ``None`` for fewer than two groups.
+        ends: The ends of the 95 % interval of ``reward`` over the groups; infinite for fewer than two groups.
         rewards: The mean training rewards of the steps that this process ran, oldest first.
         work: The progress of the current step's work as (done, total, text); ``None`` between two steps.
     """
@@ -125,7 +125,7 @@ class AlgorithmView:
     has_begun: bool = False
     is_finished: bool = False
     reward: float | None = None
-    spread: float | None = None
+    ends: tuple[float, float] = (-math.inf, math.inf)
     rewards: deque[float] = field(default_factory=lambda: deque[float](maxlen=_MOST_REWARDS))
     work: tuple[int, int, str] | None = None
     _groups: dict[str, list[float]] = field(default_factory=lambda: defaultdict[str, list[float]](list))
@@ -145,8 +145,7 @@ class AlgorithmView:
         reward = report.metrics.get("reward", fmean(means) if means else math.nan)
         # A step without any reward changes nothing that is shown.
         if math.isfinite(reward):
-            low, high = interval(means)
-            self.reward, self.spread = reward, (high - low) / 2 if math.isfinite(high) else None
+            self.reward, self.ends = reward, interval(means)
             self.rewards.append(reward)
 
 

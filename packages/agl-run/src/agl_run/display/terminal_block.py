@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from agl_inspect.records.validations import after_step
-from agl_inspect.text import visible
+from agl_inspect.text import ends, visible
 from agl_run.display.run_view import AlgorithmView, RunView, Tally
 from agl_run.plan import VALIDATION
 
@@ -24,7 +24,7 @@ _NARROW = 60
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _ASCII_LEVELS = "_.-=+*%#"
-_ASCII = str.maketrans({"━": "#", "─": "-", "±": "~", "…": ".", **dict(zip(_LEVELS, _ASCII_LEVELS, strict=True))})
+_ASCII = str.maketrans({"━": "#", "─": "-", "…": ".", **dict(zip(_LEVELS, _ASCII_LEVELS, strict=True))})
 
 Part = tuple[str, str]
 """A piece of a line: its text and its style."""
@@ -64,7 +64,7 @@ def _algorithm(one: AlgorithmView, tally: Tally | None, width: int) -> list[list
     tail: list[Part] = [(steps, "")]
     if one.reward is not None:
         tail.append((f"{one.reward:.3f}", "green"))
-        tail += [(f"±{one.spread:.3f}", "dim")] if one.spread is not None else []
+        tail += [(text.strip(), "dim")] if (text := ends(*one.ends)) else []
     elif not one.has_begun:
         tail.append(("finished" if one.is_finished else "waits", "dim"))
     # The least important part is last, and is dropped first.

@@ -9,6 +9,7 @@ from agl.contracts import (
     FORK,
     REPLAY,
     REPLAY_VERSION,
+    TRAINS,
     AnyPlan,
     CounterfactualCredit,
     Credit,
@@ -150,7 +151,9 @@ class Replays:
 def as_fork(rollout: Rollout, plan: ForkPlan, *, of: Rollout, metadata: Mapping[str, Json]) -> Rollout:
     """Turn a rollout into a fork of ``of``; it gets one attempt, because another one would diverge in the same way."""
     retry = replace(rollout.retry, max_attempts=1)
-    return replace(rollout, retry=retry, metadata={**metadata, FORK: to_builtins(replace(plan, mode=of.mode))})
+    trains = {TRAINS: of.metadata[TRAINS]} if TRAINS in of.metadata else {}
+    fork = to_builtins(replace(plan, mode=of.mode))
+    return replace(rollout, retry=retry, metadata={**metadata, **trains, FORK: fork})
 
 
 def _other(plan: AnyPlan) -> str:

@@ -10,7 +10,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from agl.algorithms import AlgorithmConfig
-from agl.contracts import REPLAY, Collected, CounterfactualCredit, Credit, ForkPlan, Recording, RolloutQuery, Store
+from agl.contracts import (
+    REPLAY,
+    TRAINS,
+    Collected,
+    CounterfactualCredit,
+    Credit,
+    ForkPlan,
+    Recording,
+    RolloutQuery,
+    Store,
+)
 from agl.errors import AglError, ConfigError, ConflictError, NotFoundError, RunError
 from agl.schemas import TERMINAL_ROLLOUT, Episode, Json, Mode, RetryPolicy, Rollout
 from agl_inspect.records.names import NAME, group_id_of, id_prefix, step_name
@@ -78,6 +88,7 @@ class Collector:
         self._log = log
         self._selection = selection_of(plan, algorithm)
         self._tunes = algorithm.tunes if algorithm else ()
+        self._trains: Mapping[str, Json] = {TRAINS: plan.policies_trained_on(algorithm)} if algorithm else {}
         self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
 
     async def __call__(
@@ -265,7 +276,12 @@ class Collector:
                 retry_on=runner.retry_on,
             ),
             hidden=section.hidden,
-            metadata={"algorithm": self._caller, "step": step, "seed": self._seed(f"{mode}-{position}")},
+            metadata={
+                "algorithm": self._caller,
+                "step": step,
+                "seed": self._seed(f"{mode}-{position}"),
+                **(self._trains if mode == "train" else {}),
+            },
         )
 
     def _ids(self, mode: Any) -> str:
@@ -376,8 +392,10 @@ class Collector:
         """
         kept: list[Episode] = []
         dropped: dict[str, str] = {}
+        rewards = [e.reward for e in episodes if e.rollout.status == "succeeded" and e.reward is not None]
+        lowest = min(rewards, default=None)
         for episode in episodes:
-            reward, reason = training_reward(episode, self._plan.config.experiment)
+            reward, reason = training_reward(episode, self._plan.config.experiment, lowest=lowest)
             if reward is None:
                 dropped[episode.rollout.rollout_id] = reason
             else:

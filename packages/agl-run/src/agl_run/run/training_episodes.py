@@ -1,5 +1,6 @@
 """Reads finished rollouts as episodes, and decides which of them train and with which reward."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -17,9 +18,18 @@ from agl_run.plan import Plan
 from agl_run.watch.agreement import UNATTRIBUTED, UNSEEN, describe, refusal
 from agl_run.watch.failures import RolloutCounts
 
+_TOO_LONG = re.compile(r"HTTP status 4\d\d: .*(context|too long|number of tokens)", re.IGNORECASE | re.DOTALL)
+"""Matches the refusals of a request that does not fit into a model's context, by the words of several servers."""
 
-def training_reward(episode: Episode, section: ExperimentSection) -> tuple[float | None, str]:
-    """Return the reward with which a rollout trains and ``""``, or ``None`` and the reason why it is left out."""
+
+def training_reward(
+    episode: Episode, section: ExperimentSection, *, lowest: float | None = None
+) -> tuple[float | None, str]:
+    """Return the reward with which a rollout trains and ``""``, or ``None`` and the reason why it is left out.
+
+    ``lowest`` is the lowest reward of the rollouts of the request that succeeded, ``None`` if none did: only beside
+    these can a rollout that overflowed teach anything.
+    """
     is_failed = episode.rollout.status != "succeeded"
     # Missing calls come first: a reward of a rollout that is incomplete would train on the wrong
     # calls.
@@ -31,7 +41,15 @@ def training_reward(episode: Episode, section: ExperimentSection) -> tuple[float
         return None, "damaged spans"
     if (section.failed if is_failed else section.missing_reward) == "penalise":
         return section.penalty, ""
+    if is_failed and section.failed == "overflow" and lowest is not None and has_overflowed(episode):
+        return min(section.penalty, lowest), ""
     return None, f"{episode.rollout.status}" if is_failed else "no reward"
+
+
+def has_overflowed(episode: Episode) -> bool:
+    """Return true if the last selected call was cut at a token limit, or refused because it did not fit the context."""
+    calls = [call for call in episode.transitions if call.reject not in ("not_selected", "superseded", "late")]
+    return bool(calls) and (calls[-1].is_truncated or bool(_TOO_LONG.match(calls[-1].detail)))
 
 
 class EpisodeSelection(Record, frozen=True, kw_only=True):

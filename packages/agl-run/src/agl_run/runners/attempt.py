@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from agl import semconv
-from agl.contracts import DivergenceError, Tracer, Upstream, sampling_mode
+from agl.contracts import DivergenceError, Tracer, Upstream, trains
 from agl.errors import CaptureError, RunError
 from agl.schemas import (
     LLM,
@@ -136,11 +136,12 @@ def _checked(
 
 
 def upstreams_of(rollout: Rollout, upstreams: Sequence[Upstream]) -> tuple[Upstream, ...]:
-    """Return the policies that a rollout's calls use; only rollouts that train override sampling parameters."""
+    """Return the policies that a rollout's calls use, without ``sampling`` unless they train on the rollout."""
     # Validation measures the agent as it will be used, with the sampling that it asks for.
-    if sampling_mode(rollout) == "train":
-        return tuple(upstreams)
-    return tuple(msgspec.structs.replace(upstream, sampling="") for upstream in upstreams)
+    return tuple(
+        upstream if trains(rollout, upstream.name) else msgspec.structs.replace(upstream, sampling="")
+        for upstream in upstreams
+    )
 
 
 async def _run_limited(
