@@ -41,8 +41,8 @@ def pack(model: nn.Module) -> str:
     """Prepare a Hugging Face causal LM for packed rows; returns `""`, or a notice to show if that is impossible.
 
     Passes over other inputs give the same outputs as before. A model that cannot take packed rows is left unchanged. So
-    is one on a GPU: there the attention of each row is started by itself, and an H100 trained 1.4 times as many tokens a
-    second with padded rows.
+    is one on a GPU: there the attention of each row is started by itself, and an H100 trained 1.4 times as fast with
+    padded rows.
     """
     base = bare(model)
     if next(model.parameters()).device.type == "cuda":
