@@ -101,7 +101,10 @@ def training(options: argparse.Namespace, model: Path, folder: Path) -> list[Fig
 
 
 def training_of(learner: PolicyLearner) -> Training:
-    return Training(dtype=learner.settings.compute.dtype, lora_rank=learner.settings.lora.rank)
+    settings = learner.settings
+    return Training(
+        dtype=settings.compute.dtype, lora_rank=settings.lora.rank, gradient_checkpointing=learner.checkpoints
+    )
 
 
 def shape_of(model: Path) -> ModelShape:

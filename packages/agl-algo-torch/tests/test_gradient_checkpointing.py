@@ -68,18 +68,36 @@ def test_layers_computed_again_give_the_same_gradient_and_keep_less(model_dir: P
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4)])
-def test_layers_are_computed_again_by_default_where_a_pass_would_keep_a_quarter_of_the_memory(
+def test_layers_are_computed_again_by_default_where_a_pass_would_keep_half_of_the_memory_that_is_left(
     model_dir: Path, lora: Lora | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def checkpoints(*, memory: float, **settings: Any) -> bool:
+    def opened(*, memory: float, **settings: Any) -> PolicyLearner:
         monkeypatch.setattr(policy_learner, "_memory", lambda _: memory)
-        return learner_of(model_dir, lora=lora, **settings).checkpoints
+        return learner_of(model_dir, lora=lora, **settings)
 
-    kept = kept_per_token(learner_of(model_dir, lora=lora).loaded)
-    assert checkpoints(memory=4 * 512 * kept - 1, token_budget=512)
-    assert not checkpoints(memory=4 * 512 * kept, token_budget=512)
-    assert not checkpoints(memory=0, token_budget=512, gradient_checkpointing=False)
-    assert checkpoints(memory=1e15, token_budget=512, gradient_checkpointing=True)
+    plain = learner_of(model_dir, lora=lora)
+    tuned = sum(p.numel() for p in plain.loaded.model.parameters() if p.requires_grad)
+    weights = sum(p.numel() for p in plain.loaded.model.parameters())
+    buffers = sum(b.nbytes for b in plain.loaded.model.buffers())
+    left = 2 * 512 * kept_per_token(plain.loaded)  # beside weights, gradients, moments, and those of the server
+    needed = 4 * weights + 12 * tuned + 4 * weights + buffers + left
+
+    assert opened(memory=needed - 1, token_budget=512).checkpoints
+    assert "a pass of 512 tokens would keep" in opened(memory=needed - 1, token_budget=512).notices[-1]
+    assert not opened(memory=needed, token_budget=512).checkpoints
+    assert not opened(memory=0, token_budget=512, gradient_checkpointing=False).checkpoints
+    assert opened(memory=1e15, token_budget=512, gradient_checkpointing=True).checkpoints
+    assert not opened(memory=1e15, token_budget=512, gradient_checkpointing=True).notices
+
+
+def test_layers_with_eager_attention_are_computed_again_by_default(model_dir: Path) -> None:
+    config = model_dir / "config.json"
+    config.write_text(config.read_text().replace("{", '{"_attn_implementation": "eager", ', 1))
+
+    learner = learner_of(model_dir)
+
+    assert learner.checkpoints
+    assert "square of a row's length" in learner.notices[-1]
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4)])

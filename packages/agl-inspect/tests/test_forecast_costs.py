@@ -169,13 +169,20 @@ def test_keys_and_values_of_a_token_take_what_grouped_attention_leaves() -> None
     assert 1024 * 131_072 == memory.kv_cache  # 2 * 32 layers * 8 heads * 128 * 2 bytes
 
 
-def test_moments_in_8_bits_take_a_quarter_and_a_critic_has_all_weights_under_adapters() -> None:
-    eight, both = (memory_of(llama(), one, tokens=1, trained=1) for one in (EIGHT, replace(LORA, has_critic=True)))
-    critic = llama().weights - 128_256 * 4096
+def test_moments_in_8_bits_take_a_quarter() -> None:
+    eight = memory_of(llama(), EIGHT, tokens=1, trained=1)
 
     assert 0.25 * 8 * llama().weights == pytest.approx(eight.optimizer, rel=0.02)
-    assert 8 * (llama().adapters(32) + critic) == both.optimizer
-    assert 4 * critic == both.gradients  # those of the policy are gone when the critic trains
+
+
+def test_critic_under_adapters_has_adapters_on_the_same_base() -> None:
+    alone, both = (
+        memory_of(llama(), replace(LORA, has_critic=has_critic), tokens=1, trained=1) for has_critic in (False, True)
+    )
+
+    assert both.weights - alone.weights == 4 * llama().adapters(32)
+    assert both.optimizer == 2 * alone.optimizer
+    assert both.gradients == alone.gradients  # those of the policy are gone when the critic trains
 
 
 def test_changes_of_settings_fit_and_cheaper_ones_do_not() -> None:
@@ -188,6 +195,27 @@ def test_changes_of_settings_fit_and_cheaper_ones_do_not() -> None:
     assert found.changes
     assert not again.changes
     assert fewer.memory.training < found.memory.training
+
+
+def test_proposed_token_budget_keeps_the_checkpointing_that_auto_had_chosen() -> None:
+    device, model = replace(device_of("h100"), memory=67e9), shape_of_model("3B", folder=Path())
+    training = Training(gradient_checkpointing="auto", token_budget=16_384)
+    settable = ["compute.token_budget", "compute.gradient_checkpointing"]
+
+    assert training.on(device, model).gradient_checkpointing
+    assert not replace(training, token_budget=1024).on(device, model).gradient_checkpointing
+    assert forecast_on(device, model, training, recorded(256), settable=settable).changes == [
+        "compute.gradient_checkpointing = true",
+        "compute.token_budget = 1024",
+    ]
+
+
+def test_proposals_name_only_what_the_algorithm_has() -> None:
+    tight = replace(device_of("h100"), memory=50e9)
+    quantized = forecast_on(tight, llama(), SMALL, recorded(), settable=["lora.is_quantized"])
+
+    assert quantized.changes == ["lora.is_quantized = true"]
+    assert not forecast_on(tight, llama(), SMALL, recorded(), settable=["compute.dtype"]).changes
 
 
 def test_adapters_leave_the_base_without_gradient_and_moments() -> None:
@@ -286,7 +314,7 @@ def test_rollouts_without_tokens_are_planned_too() -> None:
             "h100",
             "20B",
             SMALL,
-            'fit on a device each, not on one; the cheapest change with which they fit: use = "verl"',
+            "fit on a device each, not on one; the cheapest change with which they fit: lora.is_quantized = true",
         ),
         ("a100-80", "3.8B", Training(gradient_checkpointing=True), 'they fit: optim.moments = "8bit"'),
         (

@@ -13,8 +13,9 @@ pytest.importorskip("httpx")
 
 from agl import AlgorithmEntry, PluginManager, PromptTemplate, Trainer, hookimpl
 from agl.contracts import AlgorithmContext
+from agl_inspect.forecast.fitting import VERL
 from agl_inspect.terminal.program import cli
-from agl_run.forecast.step_size import run_size_of
+from agl_run.forecast.step_size import run_size_of, settable_of
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 AGENT = """
@@ -137,6 +138,20 @@ def test_device_without_an_algorithm_on_tokens_is_left_out(folder: Path) -> None
     found = plan("--device", "h100", "--model", "config.json", "--json")
 
     assert json.loads(found.stdout)["algorithms"][0]["on_device"] is None
+
+
+@pytest.mark.parametrize(("algorithm", "has_verl"), [("grpo", True), ("dpo", False), ("sft", False)])
+def test_proposals_name_verl_only_for_policy_gradients_on_rewards(
+    algorithm: str, has_verl: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("agl_algo_torch")
+    trainer = Trainer(algorithm=algorithm, policies={"main": "torch"}, folder=tmp_path)
+    made = trainer.plan(lambda task: 1.0, ["t"])
+
+    found = settable_of(made, made.config.algorithm[0])
+
+    assert has_verl == (VERL in found)
+    assert "lora.is_quantized" in found
 
 
 class Waiting:

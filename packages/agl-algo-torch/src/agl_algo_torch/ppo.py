@@ -225,7 +225,9 @@ class PPO(OnPolicy):
         # pi_theta; and pi_ref, the policy at the start of this algorithm, where a penalty compares with it.
         self._tuned = TunedPolicy(
             "ppo",
-            settings=LearnerSettings(optim=optim, lora=lora, compute=compute, total=steps * updates, per_step=updates),
+            settings=LearnerSettings(
+                optim=optim, lora=lora, compute=compute, total=steps * updates, per_step=updates, has_critic=True
+            ),
             saving=saving,
             has_reference=bool(objective.kl_coef or objective.anchor_coef),
             others=self._write_others,

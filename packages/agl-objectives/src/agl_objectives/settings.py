@@ -133,7 +133,8 @@ class Compute(Settings, frozen=True, kw_only=True):
         token_budget: Largest number of tokens that one forward pass computes; padding counts if rows are padded.
         gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
             about a third more time. With `auto` they are if a pass of `token_budget` tokens would otherwise keep more
-            than a quarter of the device's memory.
+            than half of the memory that weights, gradients, moments and the policy server leave, or if attention is
+            eager.
     """
 
     device: str = "auto"

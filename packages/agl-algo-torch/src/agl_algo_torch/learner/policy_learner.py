@@ -11,6 +11,7 @@ import os
 import random
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,7 +39,6 @@ from agl_objectives.settings import Compute, Lora, Optim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -58,6 +58,7 @@ class LearnerSettings:
         compute: Device, precision and memory.
         total: Updates that the whole run plans, after which a decay of the learning rate is 0; 0 if it is unknown.
         per_step: Updates that one step plans; it may do fewer.
+        has_critic: Whether the algorithm trains a critic as well, which takes memory.
     """
 
     optim: Optim
@@ -65,6 +66,7 @@ class LearnerSettings:
     compute: Compute = Compute()
     total: int = 0
     per_step: int = 1
+    has_critic: bool = False
 
     def __post_init__(self) -> None:
         if self.optim.decay != "constant" and self.total < 1:
@@ -82,7 +84,7 @@ class PolicyLearner:
         updates: Number of updates done, skipped ones included.
         skipped: Counts the updates that were skipped since the model was loaded.
         checkpoints: Whether layers are computed again in the backward pass.
-        notices: Sentences to show about optimisations that the model does not allow.
+        notices: Sentences to show about optimisations that the model does not allow or that take time.
     """
 
     def __init__(self, *, origin: Weights, settings: LearnerSettings) -> None:
@@ -93,8 +95,9 @@ class PolicyLearner:
         self.skipped = Skipped(settings.optim.max_nonfinite)
         self.use_threads()
         self.loaded = _open(origin, settings)
-        self.notices = tuple(filter(None, [find_head(self.loaded.model), pack(self.loaded.model)]))
-        self.checkpoints = _checkpoints(self.loaded, settings.compute)
+        notices = [find_head(self.loaded.model), pack(self.loaded.model)]
+        self.checkpoints, notice = _checkpoints(self.loaded, settings)
+        self.notices = tuple(filter(None, [*notices, notice]))
         if self.checkpoints:
             checkpoint_gradients(self.loaded.model)
         self.optimizer = build_optimizer(self.loaded.model, settings.optim)
@@ -247,26 +250,50 @@ def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
     return replace(loaded, model=model)
 
 
-KEPT_SHARE = 0.25
-"""The largest share of the device's memory that one pass may keep for its gradient before layers are computed again.
-
-The rest is for the weights, their gradients and moments, and a policy server; `agl check --forecast` uses the same
-share.
-"""
+KEPT_SHARE = 0.5
+"""The largest share of the memory left by weights, gradients, moments and the policy server that one pass may keep for
+its gradient before layers are computed again. `agl check --forecast` uses the same share."""
 
 
-def _checkpoints(loaded: LoadedModel, compute: Compute) -> bool:
+def _checkpoints(loaded: LoadedModel, settings: LearnerSettings) -> tuple[bool, str]:
+    """Return whether layers are computed again, and a notice if the learner decides this itself."""
+    compute = settings.compute
     if compute.gradient_checkpointing != "auto":
-        return compute.gradient_checkpointing
-    can_be = getattr(bare(loaded.model), "supports_gradient_checkpointing", False)
-    return bool(can_be) and kept_per_token(loaded) * compute.token_budget > KEPT_SHARE * _memory(loaded.device)
+        return compute.gradient_checkpointing, ""
+    base: Any = bare(loaded.model)
+    # Eager attention keeps the square of a row's length, which no measurement of short rows shows.
+    is_eager = getattr(base.config, "_attn_implementation", "") == "eager"
+    kept, room = kept_per_token(loaded) * compute.token_budget, _memory(loaded.device) - _held(loaded, settings)
+    if not getattr(base, "supports_gradient_checkpointing", False) or not (is_eager or kept > KEPT_SHARE * room):
+        return False, ""
+    reason = "its attention keeps the square of a row's length"
+    if not is_eager:
+        reason = f"a pass of {compute.token_budget:,} tokens would keep {kept / 1e9:.3g} GB, with {room / 1e9:.3g} left"
+    return True, (
+        f"the layers of {loaded.name} are computed again in the backward pass, because {reason}. Updates take about a "
+        "third longer; compute.gradient_checkpointing = false turns it off"
+    )
+
+
+def _held(loaded: LoadedModel, settings: LearnerSettings) -> float:
+    """Return the bytes of weights, gradients, moments, critic and policy server."""
+    model = loaded.model
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in model.parameters())  # 4 bits: two in a byte
+    moments = 8.0 if settings.optim.moments == "float32" else 2 * (1 + 4 / 256)
+    states = trained * (4 + moments + (4 + moments) * settings.has_critic)
+    served = weights * (4 if settings.compute.dtype == "float32" else 2)
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers())) + states + served
 
 
 def _memory(device: torch.device) -> float:
-    """Return the size of the device's memory, in bytes."""
+    """Return the bytes of the device's memory, or the limit of the container if that is less."""
     if device.type == "cuda":
         return float(cast("Any", torch.cuda).get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return float(min(physical, int(text)) if text != "max" else physical)
 
 
 def kept_per_token(loaded: LoadedModel) -> float:

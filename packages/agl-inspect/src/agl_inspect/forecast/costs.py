@@ -17,8 +17,9 @@ attention costs 4 q operations per layer for each earlier token.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from msgspec.structs import replace
@@ -26,7 +27,7 @@ from msgspec.structs import replace
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Record
-from agl_inspect.forecast.fitting import cheapest_change
+from agl_inspect.forecast.fitting import SETTABLE, VERL, cheapest_change
 from agl_inspect.forecast.models import ModelShape
 from agl_inspect.forecast.observed import Observed
 from agl_inspect.forecast.queueing import StepForecast, forecast
@@ -118,11 +119,19 @@ def _cpu() -> Device:
     return Device(
         name="cpu",
         title=f"this machine, {cores} core{'' if cores == 1 else 's'}",
-        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        memory=_system_memory(),
         bandwidth=cores * _CORE_BANDWIDTH,
         flops=cores * _CORE_FLOPS,
         source="the system's memory; a rough 30 GFLOP/s and 5 GB/s for each core",
     )
+
+
+def _system_memory() -> float:
+    """Return the bytes of this machine's memory, or the limit of the container if that is less."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return float(min(physical, int(text)) if text != "max" else physical)
 
 
 class StepShape(Record, frozen=True, kw_only=True):
@@ -154,7 +163,7 @@ class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
         lora_rank: Rank of the adapters; 0 if all weights train.
         is_quantized: Whether the frozen weights are stored in 4 bits.
         gradient_checkpointing: Whether layers are computed again in the backward pass; ``auto`` if a pass would
-            otherwise keep more than ``KEPT_SHARE`` of the device's memory.
+            otherwise keep more than ``KEPT_SHARE`` of the memory that weights, gradients, moments and the server leave.
         moments: The type of AdamW's moments, ``float32`` or ``8bit``.
         token_budget: Largest number of tokens of one pass; 0 for no limit.
         passes: Number of forward and backward passes over a step's rows.
@@ -162,7 +171,7 @@ class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
             log-probabilities.
         updates: Number of updates per step.
         has_reference: Whether a frozen copy of the weights is held.
-        has_critic: Whether a second model of the same size trains.
+        has_critic: Whether a critic trains: a second model of the same size, or adapters of its own under LoRA.
         is_sharded: Whether weights are spread over cards and gathered layer by layer, as VERL does it.
     """
 
@@ -188,8 +197,11 @@ class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
         """Return the settings with ``auto`` decided, as the trainer of ``agl-algo-torch`` decides it."""
         if self.gradient_checkpointing != "auto":
             return self
+        plain = replace(self, gradient_checkpointing=False, has_reference=False)
+        held = memory_of(model, plain, tokens=0, trained=0)
+        room = device.memory - held.weights - held.gradients - held.optimizer - held.served
         kept = kept_per_token(model, self) * (self.token_budget or _BUDGET)
-        return replace(self, gradient_checkpointing=kept > KEPT_SHARE * device.memory)
+        return replace(self, gradient_checkpointing=kept > KEPT_SHARE * room)
 
 
 CHUNK_LOGITS = 2**22
@@ -198,9 +210,9 @@ CHUNK_LOGITS = 2**22
 FEWEST_POSITIONS = 128
 """The least number of positions in a chunk, even if the chunk's logits then exceed ``CHUNK_LOGITS``."""
 
-KEPT_SHARE = 0.25
-"""The largest share of a device's memory that one pass may keep for its gradient before ``auto`` turns on gradient
-checkpointing, as in the trainer of ``agl-algo-torch``."""
+KEPT_SHARE = 0.5
+"""The largest share of the memory left by weights, gradients, moments and the server that one pass may keep for its
+gradient before ``auto`` turns on gradient checkpointing, as in the trainer of ``agl-algo-torch``."""
 
 _BUDGET = 16_384
 _MOMENTS = {"float32": 8.0, "8bit": 2 * (1 + 4 / 256)}
@@ -309,8 +321,9 @@ def memory_of(
     """
     size = _BYTES.get(training.dtype, 4)
     tuned = model.adapters(training.lora_rank) if training.lora_rank else model.weights
-    # The critic has no head over the vocabulary, and all its weights train.
-    critic = replace(model, is_tied=True).weights if training.has_critic else 0
+    critic = 0
+    if training.has_critic:  # adapters of its own on the same frozen weights, or a copy without the vocabulary's head
+        critic = tuned if training.lora_rank else replace(model, is_tied=True).weights
     return Memory(
         weights=4.0 * (tuned + critic) + frozen_bytes(model, training),
         gradients=4.0 * max(tuned, critic),
@@ -386,10 +399,20 @@ class Recorded:
 
 
 def forecast_on(
-    device: Device, model: ModelShape, training: Training, recorded: Recorded, *, efficiency: Efficiency | None = None
+    device: Device,
+    model: ModelShape,
+    training: Training,
+    recorded: Recorded,
+    *,
+    efficiency: Efficiency | None = None,
+    settable: Collection[str] = (*SETTABLE, VERL),
 ) -> DeviceForecast:
-    """Forecast the memory and the time of a step of a model on a device."""
-    efficiency, training = efficiency or Efficiency(), training.on(device, model)
+    """Forecast the memory and the time of a step of a model on a device.
+
+    The changes that it proposes are of ``settable``, see :func:`cheapest_change`.
+    """
+    efficiency, given = efficiency or Efficiency(), training
+    training = given.on(device, model)
     contexts = sorted(one.context for one in recorded.rollouts)
     open_at_once = min(recorded.concurrency, recorded.shape.rollouts)
     usual = contexts[round(0.9 * (len(contexts) - 1))]
@@ -397,6 +420,7 @@ def forecast_on(
     share = recorded.step.trained_tokens.mean / row_tokens if row_tokens else 1.0
 
     def memory(changed: Training) -> Memory:
+        changed = changed.on(device, model)  # with other settings, ``auto`` may be decided otherwise
         size = max(contexts[-1], min(changed.token_budget or _BUDGET, round(row_tokens)))
         trained = max(1, round(size * share))
         return memory_of(model, changed, tokens=size, trained=trained, contexts=[usual] * open_at_once)
@@ -414,7 +438,7 @@ def forecast_on(
         training=training,
         efficiency=efficiency,
         memory=memory(training),
-        changes=cheapest_change(training, longest=contexts[-1], limit=device.memory, memory=memory),
+        changes=cheapest_change(given, longest=contexts[-1], limit=device.memory, memory=memory, settable=settable),
         collect_s=collected.collect_s.mean,
         prefill_s=pace.prefill_s(step.prompt_tokens.mean, context=mean_context / 2),
         decode_s=token_s * step.response_tokens.mean / max(1, open_at_once),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from agl_inspect.forecast.costs import Memory, Training
 
@@ -32,8 +32,21 @@ Change = tuple[int, str, dict[str, Any]]
 _UNCHANGED: Change = (0, "", {})
 
 
+VERL = 'use = "verl"'
+
+SETTABLE = (
+    "compute.dtype",
+    "optim.moments",
+    "compute.gradient_checkpointing",
+    "lora.rank",
+    "lora.is_quantized",
+    "compute.token_budget",
+)
+"""The parameters that a proposal may set, in an algorithm that has them."""
+
+
 def cheapest_change(
-    training: Training, *, longest: int, limit: float, memory: Callable[[Training], Memory]
+    training: Training, *, longest: int, limit: float, memory: Callable[[Training], Memory], settable: Collection[str]
 ) -> list[str]:
     """Return the parameters to set so that training and serving fit on a device; empty if no number of cards helps.
 
@@ -42,9 +55,11 @@ def cheapest_change(
         longest: Number of tokens of the longest row, which no pass can cut.
         limit: Size of the device's memory in bytes.
         memory: Returns the memory with other settings.
+        settable: The names in ``SETTABLE`` that the algorithm has as parameters, and ``VERL`` if VERL can replace it.
     """
-    tokens = memory(training).longest
-    found = sorted(product(*_changes(training, tokens, longest)), key=lambda each: sum(cost for cost, _, _ in each))
+    changes_of = _changes(training, memory(training).longest, longest)
+    possible = [[each for each in one if each[1].partition(" ")[0] in ("", *settable)] for one in changes_of]
+    found = sorted(product(*possible), key=lambda each: sum(cost for cost, _, _ in each))
     for changes in found:
         changed = training
         for _, _, settings in changes:
@@ -52,6 +67,8 @@ def cheapest_change(
         needed = memory(changed)
         if needed.training + needed.serving <= FULL * limit:
             return [line for _, line, _ in changes if line]
+    if VERL not in settable:
+        return []
     budget = max(longest, _BUDGET)
     spread = replace(training, gradient_checkpointing=True, token_budget=budget, is_sharded=True)
     return _verl(memory(spread), FULL * limit, lora_rank=training.lora_rank, budget=budget)
@@ -63,11 +80,13 @@ def _changes(training: Training, tokens: int, longest: int) -> list[Sequence[Cha
     float32: Change = (1, 'compute.dtype = "bfloat16"', {"dtype": "bfloat16"})
     eight: Change = (2, 'optim.moments = "8bit"', {"moments": "8bit"})
     again: Change = (3, "compute.gradient_checkpointing = true", {"gradient_checkpointing": True})
+    quantized: Change = (5, "lora.is_quantized = true", {"is_quantized": True})
     adapters: Change = (8, f"lora.rank = {_RANK}", {"lora_rank": _RANK, "has_reference": False})
     return [
         [_UNCHANGED, *(n for n in [float32] if training.dtype == "float32")],
         [_UNCHANGED, *(n for n in [eight] if training.moments == "float32")],
-        [_UNCHANGED, *(n for n in [again] if not training.gradient_checkpointing)],
+        [_UNCHANGED, *(n for n in [again] if training.gradient_checkpointing is not True)],
+        [_UNCHANGED, *(n for n in [quantized] if training.lora_rank and not training.is_quantized)],
         [_UNCHANGED, *(n for n in [adapters] if not training.lora_rank)],
         [_UNCHANGED]
         + [(cost, f"compute.token_budget = {b}", {"token_budget": b}) for cost, b in enumerate(budgets, start=2)],
@@ -83,7 +102,7 @@ def _verl(memory: Memory, room: float, *, lora_rank: int, budget: int) -> list[s
         return []
     actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
     return [
-        'use = "verl"',
+        VERL,
         'engine = "ray"',
         f"trainer.nnodes = {-(-enough[0] // _PER_NODE)}",
         f"trainer.n_gpus_per_node = {min(enough[0], _PER_NODE)}",

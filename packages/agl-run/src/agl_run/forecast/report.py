@@ -14,7 +14,7 @@ from agl_inspect.forecast.observed import Observed
 from agl_inspect.forecast.queueing import Spread, StepForecast, at_once, forecast, spread_of, uncertainty_of
 from agl_inspect.forecast.silence import SilentShare, best_size, loud_groups, silent_shares
 from agl_run.forecast.recorded import Material, Source
-from agl_run.forecast.step_size import compares_groups, measured_update, run_size_of, shape_of, training_of
+from agl_run.forecast.step_size import compares_groups, measured_update, run_size_of, settable_of, shape_of, training_of
 from agl_run.plan import Plan
 
 _STEPS = 5
@@ -227,7 +227,7 @@ def _on_device(
     """Return a step's costs on the target device; ``None`` without a target or for an algorithm without tokens."""
     if config is None or recorded is None or target is None or not plan.entry(config).needs_token_ids:
         return None
-    return forecast_on(*target, training_of(plan, config), recorded)
+    return forecast_on(*target, training_of(plan, config), recorded, settable=settable_of(plan, config))
 
 
 async def _measured(

@@ -8,6 +8,7 @@ from agl.algorithms import AlgorithmConfig
 from agl.errors import AglError
 from agl.schemas import Weights
 from agl_inspect.forecast.costs import StepShape, Training
+from agl_inspect.forecast.fitting import SETTABLE, VERL
 from agl_run.parts.build import NotStartedError, unstarted_context
 from agl_run.parts.waiting import parameter, steps_in_all
 from agl_run.plan import Plan
@@ -123,6 +124,14 @@ def training_of(plan: Plan, config: AlgorithmConfig) -> Training:
         has_reference=compares and not rank,
         has_critic=parameter(factory, config.params, "critic") is not None,
     )
+
+
+def settable_of(plan: Plan, config: AlgorithmConfig) -> list[str]:
+    """Return what a proposal may change: its own parameters, and VERL for policy gradients on rewards."""
+    factory = plan.manager.resolve(plan.entry(config))
+    found = [name for name in SETTABLE if parameter(factory, config.params, name) is not None]
+    learns_from_rewards = parameter(factory, config.params, "objective.kl_coef") is not None
+    return [*found, VERL] if learns_from_rewards or config.use == "verl" else found
 
 
 def _number(factory: Any, config: AlgorithmConfig, name: str) -> int:
