@@ -80,14 +80,14 @@ async def test_call_of_a_served_arm_without_its_weights_ends_with_an_error(tmp_p
                 await gateway.ask(CLIENT, conversation=conversation)
 
 
-async def test_weights_below_never_answer_while_a_host_loads_those_that_all_arms_share(tmp_path, host):
+async def test_base_weights_never_answer_while_a_host_loads_those_that_all_arms_share(tmp_path, host):
     await publish(tmp_path, *WEIGHTS, *prompts("v1", "v2"), labelled=("unrelated",))
     canary = {"production": OLD, "candidate": {**OLD, "prompt": "v2"}}
     async with serve(tmp_path, None, upstreams(host)) as gateway:
         await hosts(gateway)
+        await switch(gateway.store, canary)
         for user in ("ann", "bob"):
             with pytest.raises(openai.InternalServerError, match="no upstream serves main_llm@w1"):
-                await switch(gateway.store, canary)
                 await gateway.ask(CLIENT, conversation=user)
         await switch(gateway.store, {"production": OLD})
         await hosts(gateway, "w1")

@@ -7,7 +7,7 @@ a model, and can only select among the configured addresses.
 A host of weights (`agl learn host`) serves several versions of a policy at one address, and records their models in the
 store. It unloads a version whose arm has ended. Conversations that began in that arm continue with the version of the
 arm with the largest share, and are recorded with it. The same holds for calls without a version, and for variants whose
-weights nobody serves. While a host lacks a version, its calls end with an error; the weights below never take its place.
+weights nobody serves. While a host lacks a version, its calls end with an error; its base weights never answer instead.
 """
 
 import logging
@@ -103,7 +103,7 @@ class ArmRoutes:
         """Return the destination of a call whose model name selects ``target``.
 
         Raises:
-            Problem: 503 if no upstream serves the version that the split chose or, of a policy with a host, any version;
+            Problem: 503 if no upstream serves the version that the split chose, or any version of a policy with a host;
                 or if the store does not answer, the rollout's arm is unknown, and the policy has several versions.
         """
         name = policy_of(target.upstream)
