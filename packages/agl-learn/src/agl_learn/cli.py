@@ -328,8 +328,8 @@ def end(store: Reading, learner: str | None) -> None:
     """Stop serving the split of a learner that has stopped.
 
     Gateways then choose no versions, as before the learner; the labels stay where they are. If the learner is started
-    again, a replay goes on, and a canary is withdrawn. A split with weights can be ended once agl learn host has stopped,
-    whose untrained weights would answer.
+    again, a replay goes on, and a canary is withdrawn. A split with weights can be ended once agl learn host, whose
+    untrained weights would answer, has stopped.
     """
 
     async def work(opened: Store) -> str:
