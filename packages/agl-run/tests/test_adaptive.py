@@ -152,7 +152,7 @@ class Metrics(ThreadingHTTPServer):
     def __init__(self, text: str, *statuses: int) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.text, self.statuses, self.asked = text, list(statuses), 0
-        self.upstream = Upstream(name="m", base_url=f"http://127.0.0.1:{self.server_port}/v1")
+        self.upstream = Upstream(name="m", base_url=f"http://me:my-key@127.0.0.1:{self.server_port}/v1")
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -216,7 +216,7 @@ def test_server_that_does_not_answer_leaves_the_say_to_the_others(
 ) -> None:
     silent, other = serve(VLLM, status, status), serve(IDLE)
     assert 16 == adapted(silent.upstream, other.upstream, readings=2)
-    assert 1 == caplog.text.count(f":{silent.server_port}/metrics does not answer")
+    assert 1 == caplog.text.count(f"http://127.0.0.1:{silent.server_port}/metrics does not answer")
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -24,6 +24,7 @@ import httpx
 
 from agl.contracts import Upstream
 from agl.schemas import Record
+from agl.urls import without_credentials
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -136,7 +137,8 @@ async def adapt(slots: Slots, upstreams: Sequence[Upstream], *, changed: Callabl
 
     A server without ``/metrics`` is not asked again. One that does not answer has no say until it does.
     """
-    servers, silent = _servers(upstreams), set[str]()
+    servers: dict[str, str] = _servers(upstreams)
+    silent = set[str]()
     async with httpx.AsyncClient(timeout=ANSWER_S) as client:
         while servers:
             texts = await asyncio.gather(*(_metrics(client, url, key_env=key) for url, key in servers.items()))
@@ -144,7 +146,8 @@ async def adapt(slots: Slots, upstreams: Sequence[Upstream], *, changed: Callabl
             servers = {url: servers[url] for url in found}
             for url in [url for url, text in found.items() if not text and url not in silent]:
                 silent.add(url)
-                _LOG.warning("%s does not answer: is_adaptive does without its load until it does", url)
+                shown = without_credentials(url)
+                _LOG.warning("%s does not answer: is_adaptive does without its load until it does", shown)
             if any(found.values()):
                 slots.fit(load_of(found.values()))
             changed()
@@ -170,7 +173,7 @@ async def _metrics(client: httpx.AsyncClient, url: str, *, key_env: str) -> str 
         answer = await client.get(url, headers=headers)
     except httpx.HTTPError:
         return ""
-    if answer.is_server_error or answer.status_code == httpx.codes.TOO_MANY_REQUESTS:  # it starts, sleeps, or is busy
+    if answer.is_server_error or answer.status_code == 429:  # it starts, sleeps, or is busy
         return ""
     has_queue = any(name in _WAITING for name, _ in _SAMPLE.findall(answer.text))
     return answer.text if answer.is_success and has_queue else None
