@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from agl import PluginManager
-from agl.errors import AglError, ConfigError, describe
+from agl.errors import AglError, ConfigError
 from agl.hints import check_value, did_you_mean
 from agl_objectives import plugin as own
 from agl_objectives.contract import Estimates, LossTerms, Scores, TokenBatch, surveyed
@@ -165,8 +165,8 @@ def _named_by(plugin: Any, record: type[E]) -> list[E]:
     try:
         modules = [importlib.import_module(name) for name in plugin.agl_objectives()]
     except Exception as error:
-        message = f"importing what the hook agl_objectives of {plugin.__name__} names raised {describe(error)}"
-        raise ConfigError(f"{message}; correct it, or disable the plugin") from error
+        message = f"Importing the modules that the hook agl_objectives of {plugin.__name__} names raised"
+        raise ConfigError(f"{message} {type(error).__name__}: {error}; correct it, or disable the plugin.") from error
     values = [value for module in modules for value in vars(module).values()]
     return [entry for value in values if isinstance(entry := getattr(value, MARK, None), record)]
 
