@@ -106,12 +106,9 @@ def estimators() -> list[EstimatorEntry]:
 def _entry(kind: str, name: str, record: type[E]) -> E:
     if ":" in name:
         found = _imported(kind, name)
-        entry = getattr(found, MARK, None)
-        return (
-            msgspec.structs.replace(entry, name=name) if isinstance(entry, record) else record(name=name, factory=found)
-        )
-    ours = {entry.name: entry for entry in _named_by(own, record)}
-    known = ours if name in ours else _all(record)  # ours are found without loading other plugins
+        entry = _mark(found, record) or record(name=name, factory=found)
+        return msgspec.structs.replace(entry, name=name)
+    known = _all(record)
     if name in known:
         return known[name]
     near = did_you_mean(name, known)
@@ -122,13 +119,22 @@ def _entry(kind: str, name: str, record: type[E]) -> E:
 
 
 def _all(record: type[E]) -> dict[str, E]:
-    """Return all entries by name, ours first; raises ConfigError for a name that two plugins give."""
+    """Return all entries by name, ours first; raises ConfigError for a name that two plugins give, and for a plugin
+    whose modules cannot be imported.
+    """
     found = {entry.name: entry for entry in _named_by(own, record)}
     for status in PluginManager.from_environment().status():
         module = sys.modules.get(status.module) if status.state == "loaded" else None
         if module is None or module is own or not hasattr(module, "agl_objectives"):
             continue
-        for entry in _named_by(module, record):
+        try:
+            named = _named_by(module, record)
+        except Exception as error:  # a plugin's module may raise anything
+            raise ConfigError(
+                f"The plugin {status.name!r} names losses and estimators in a module that cannot be imported: "
+                f"{error!r}. Repair it, or disable the plugin: AGL_DISABLED_PLUGINS={status.name}"
+            ) from error
+        for entry in named:
             if found.setdefault(entry.name, entry) is not entry:
                 raise ConfigError(
                     f"The plugin {status.name!r} names a {record.__name__.removesuffix('Entry').lower()} "
@@ -140,7 +146,13 @@ def _all(record: type[E]) -> dict[str, E]:
 def _named_by(plugin: Any, record: type[E]) -> list[E]:
     """Return the entries of what is decorated in the modules of a plugin, in the order of their definition."""
     values = [value for name in plugin.agl_objectives() for value in vars(importlib.import_module(name)).values()]
-    return [entry for value in values if isinstance(entry := getattr(value, MARK, None), record)]
+    return [entry for value in values if (entry := _mark(value, record))]
+
+
+def _mark(found: Any, record: type[E]) -> E | None:
+    """Return the entry with which `found` itself is decorated; a subclass or a wrapper also carries the original's."""
+    entry = getattr(found, MARK, None)
+    return entry if isinstance(entry, record) and entry.factory is found else None
 
 
 def _built(kind: str, entry: Entry, params: Mapping[str, Any]) -> Any:
