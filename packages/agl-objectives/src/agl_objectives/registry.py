@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from agl import PluginManager
-from agl.errors import AglError, ConfigError
+from agl.errors import AglError, ConfigError, describe
 from agl.hints import check_value, did_you_mean
 from agl_objectives import plugin as own
 from agl_objectives.contract import Estimates, LossTerms, Scores, TokenBatch, surveyed
@@ -127,14 +127,7 @@ def _all(record: type[E]) -> dict[str, E]:
         module = sys.modules.get(status.module) if status.state == "loaded" else None
         if module is None or module is own or not hasattr(module, "agl_objectives"):
             continue
-        try:
-            named = _named_by(module, record)
-        except Exception as error:  # a plugin's module may raise anything
-            raise ConfigError(
-                f"The plugin {status.name!r} names losses and estimators in a module that cannot be imported: "
-                f"{error!r}. Repair it, or disable the plugin: AGL_DISABLED_PLUGINS={status.name}"
-            ) from error
-        for entry in named:
+        for entry in _named_by(module, record):
             if found.setdefault(entry.name, entry) is not entry:
                 raise ConfigError(
                     f"The plugin {status.name!r} names a {record.__name__.removesuffix('Entry').lower()} "
@@ -145,7 +138,12 @@ def _all(record: type[E]) -> dict[str, E]:
 
 def _named_by(plugin: Any, record: type[E]) -> list[E]:
     """Return the entries of what is decorated in the modules of a plugin, in the order of their definition."""
-    values = [value for name in plugin.agl_objectives() for value in vars(importlib.import_module(name)).values()]
+    try:
+        modules = [importlib.import_module(name) for name in plugin.agl_objectives()]
+    except Exception as error:
+        message = f"importing what the hook agl_objectives of {plugin.__name__} names raised {describe(error)}"
+        raise ConfigError(f"{message}; correct it, or disable the plugin") from error
+    values = [value for module in modules for value in vars(module).values()]
     return [entry for value in values if (entry := _mark(value, record))]
 
 
