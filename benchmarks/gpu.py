@@ -3,9 +3,7 @@
 Stages, in order; ``--only`` chooses some:
 
 - ``tests``: the tests that are marked ``gpu``;
-- ``attention``: errors of packed rows in bfloat16 against float32, next to those of padded rows;
-- ``training``: tokens per second of updates with padded and with packed rows; the most memory, compared with the
-  forecast;
+- ``training``: tokens per second of updates of all weights; the most memory, compared with the forecast;
 - ``quantized``: LoRA on a base in 4 bits, compared with one in bfloat16: memory, loss after the same updates, speed;
 - ``generation``: tokens per second of the policy's server, compared with transformers' `generate` on the same batch;
 - ``calc`` and ``sql``: the examples, `sft` and then `grpo`, with a model of random weights;
@@ -49,7 +47,7 @@ TEMPLATE = (
 Stage = Callable[[argparse.Namespace, Path, Path], list[Figure]]
 STAGES: dict[str, Stage] = {
     "tests": _gpu_examples.marked_tests,
-    **{name: _gpu_examples.measured(name) for name in ("attention", "training", "quantized")},
+    **{name: _gpu_examples.measured(name) for name in ("training", "quantized")},
     "generation": _gpu_generation.generation,
     "calc": _gpu_examples.calc,
     "sql": _gpu_examples.sql,

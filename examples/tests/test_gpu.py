@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-STAGES = ["attention", "training", "quantized", "generation", "calc"]
+STAGES = ["training", "quantized", "generation", "calc"]
 """The others need the framework of an example, or a GPU."""
 
 

@@ -1,4 +1,4 @@
-"""Measures the trainer for `benchmarks.gpu`, which starts this program: packed rows, updates, and a base in 4 bits.
+"""Measures the trainer for `benchmarks.gpu`, which starts this program: updates, and a base in 4 bits.
 
 It lives here because it looks inside the trainer, as tests do.
 """
@@ -63,53 +63,16 @@ def rows_of(options: argparse.Namespace, model: Path, *, count: int) -> list[Row
     return [random_row(number, size, size // 2, vocabulary) for number, size in enumerate(lengths)]
 
 
-def batches(learner: PolicyLearner, rows: Sequence[RowSample], *, is_packed: bool) -> Iterator[Any]:
-    if is_packed and not packs_rows(learner.loaded.model):  # its attention would mix the rows
-        raise RuntimeError(f"this model was not packed here: {learner.notices}")
+def batches(learner: PolicyLearner, rows: Sequence[RowSample]) -> Iterator[Any]:
     budget, total = learner.settings.compute.token_budget, float(sum(row.trained_tokens for row in rows))
     weight, device = [1.0] * len(rows), learner.loaded.device
+    is_packed = packs_rows(learner.loaded.model)
     return micro_batches(rows, weight, token_budget=budget, device=device, total=total, is_packed=is_packed)
 
 
-def attention(options: argparse.Namespace, model: Path, folder: Path) -> list[Figure]:
-    """Compare log-probabilities and gradients with those of padded rows in float32: ``|x - ref| / |ref|``."""
-    device, rows = device_of(options), rows_of(options, model, count=8)
-    exact = PolicyLearner(
-        origin=Weights(uri=str(model)),
-        settings=LearnerSettings(optim=Optim(lr=1e-6), compute=Compute(device=device.type, token_budget=4096)),
-    )
-    expected = values_and_slopes(exact, rows, is_packed=False)
-    del exact
-    learner = learner_of(options, model)
-    found: dict[str, tuple[float, float]] = {}
-    for name, is_packed in (("padded rows", False), ("packed rows", True)):
-        found[name] = errors(values_and_slopes(learner, rows, is_packed=is_packed), expected)
-    return [
-        Figure(name=f"error of {what}, {name}", value=pair[number], unit="", better="lower")
-        for name, pair in found.items()
-        for number, what in enumerate(("log-probabilities", "gradients"))
-    ]
-
-
-def values_and_slopes(learner: PolicyLearner, rows: Sequence[RowSample], *, is_packed: bool) -> tuple[Any, Any]:
-    found: dict[int, Any] = {}
-    learner.loaded.model.zero_grad()
-    for batch in batches(learner, rows, is_packed=is_packed):
-        logprobs = batch.logprobs(learner.loaded.model)
-        (-batch.mean(batch.advantages_M * logprobs)).backward()
-        found |= batch.scatter(logprobs.detach())
-    slopes = [p.grad.float().flatten().cpu() for p in learner.loaded.model.parameters() if p.grad is not None]
-    learner.loaded.model.zero_grad()
-    return torch.cat([found[number] for number in range(len(rows))]), torch.cat(slopes)
-
-
-def errors(found: tuple[Any, Any], expected: tuple[Any, Any]) -> tuple[float, float]:
-    return tuple(float((own - ref).norm() / ref.norm()) for own, ref in zip(found, expected, strict=True))  # type: ignore[return-value]
-
-
-def update(learner: PolicyLearner, rows: Sequence[RowSample], *, is_packed: bool) -> float:
+def update(learner: PolicyLearner, rows: Sequence[RowSample]) -> float:
     loss = 0.0
-    for batch in batches(learner, rows, is_packed=is_packed):
+    for batch in batches(learner, rows):
         part = -batch.mean(batch.logprobs(learner.loaded.model))
         part.backward()
         loss += float(part.detach())
@@ -118,25 +81,19 @@ def update(learner: PolicyLearner, rows: Sequence[RowSample], *, is_packed: bool
 
 
 def training(options: argparse.Namespace, model: Path, folder: Path) -> list[Figure]:
-    """Time updates of all weights in three ways, and compare the most memory with the forecast."""
+    """Time updates of all weights, and compare the most memory with the forecast."""
     device, rows = device_of(options), rows_of(options, model, count=8 if options.is_small else 128)
     learner, tokens = learner_of(options, model), sum(len(row.ids) for row in rows)
-    figures: list[Figure] = []
-
-    def measure(name: str, *, is_packed: bool) -> None:
-        update(learner, rows[:4], is_packed=is_packed)
-        taken = min(seconds(lambda: update(learner, rows, is_packed=is_packed), device) for _ in range(2))
-        figures.append(
-            Figure(name=f"trained tokens of rows, {name}", value=tokens / taken, unit="1/s", better="higher")
-        )
-
-    measure("padded", is_packed=False)
+    update(learner, rows[:4])
     if not options.is_small:
         torch.cuda.reset_peak_memory_stats()
-    measure("packed", is_packed=True)
-    largest = next(sum(batch.lengths) for batch in batches(learner, rows, is_packed=True))
+    taken = min(seconds(lambda: update(learner, rows), device) for _ in range(2))
+    largest = max(sum(batch.lengths) for batch in batches(learner, rows))
     expected = memory_of(shape_of(model), training_of(learner), tokens=largest, trained=largest // 2).training
-    figures.append(Figure(name="memory of the trainer, forecast", value=expected / GIB, unit="GiB", better="lower"))
+    figures = [
+        Figure(name="trained tokens", value=tokens / taken, unit="1/s", better="higher"),
+        Figure(name="memory of the trainer, forecast", value=expected / GIB, unit="GiB", better="lower"),
+    ]
     if not options.is_small:
         most = torch.cuda.max_memory_allocated() / GIB
         figures.append(Figure(name="memory of the trainer, at most", value=most, unit="GiB", better="lower"))
@@ -172,7 +129,7 @@ def quantized(options: argparse.Namespace, model: Path, folder: Path) -> list[Fi
         if not options.is_small:
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        losses = [update(learner, rows, is_packed=True) for _ in range(5 if options.is_small else 50)]
+        losses = [update(learner, rows) for _ in range(5 if options.is_small else 50)]
         taken = time.perf_counter() - started  # reading a loss waits for the device
         figures += [
             Figure(name=f"loss of adapters, base {name}", value=losses[-1], unit="nat", better="lower"),
@@ -188,7 +145,7 @@ def quantized(options: argparse.Namespace, model: Path, folder: Path) -> list[Fi
     base = load_model(weights.base_model, device=learner.loaded.device.type, dtype=learner.settings.compute.dtype)
     adapted = open_adapter(base.model, weights.uri, settings=lora)
     with torch.no_grad():
-        loss = sum(float(-batch.mean(batch.logprobs(adapted))) for batch in batches(learner, rows, is_packed=False))
+        loss = sum(float(-batch.mean(batch.logprobs(adapted))) for batch in batches(learner, rows))
     name = "loss of the adapter in 4 bits, exported and opened on the base as it is"
     return [*figures, Figure(name=name, value=loss, unit="nat", better="lower")]
 
@@ -202,7 +159,7 @@ def frozen_bytes(learner: PolicyLearner) -> int:
     return sum(p.nbytes for name, p in named if ".base_layer.weight" in name)
 
 
-STAGES = {"attention": attention, "training": training, "quantized": quantized}
+STAGES = {"training": training, "quantized": quantized}
 
 if __name__ == "__main__":
     stage, made, work = sys.argv[1:]

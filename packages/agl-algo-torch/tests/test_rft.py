@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from agl.contracts import Recorded
@@ -132,3 +133,11 @@ def test_groups_keep_their_best_and_the_earlier_of_equals(model_dir: Path) -> No
     ranked = sorted(group, key=lambda e: (-(e.reward or 0.0), e.rollout.rollout_id))
     kept = made(RFT, min_reward=-1.0, best=3)._good(group)
     assert [e.rollout.rollout_id for e in ranked[:3]] == [e.rollout.rollout_id for e in kept]
+
+
+def test_failed_rollout_is_not_imitated_whatever_its_reward(model_dir: Path) -> None:
+    group: Sequence[Episode] = paid_by_another(model_dir, count=3)
+    failed = msgspec.structs.replace(group[0].rollout, status="failed")
+    group = [msgspec.structs.replace(group[0], rollout=failed, reward=1.0), *group[1:]]
+    kept = made(RFT, min_reward=-1.0)._good(group)
+    assert {e.rollout.rollout_id for e in group[1:]} == {e.rollout.rollout_id for e in kept}

@@ -181,6 +181,15 @@ async def test_variant_whose_weights_no_upstream_serves_falls_back_with_a_warnin
     assert 1 == len([each for each in caplog.messages if "no upstream serves main_llm@w9" in each])
 
 
+async def test_variant_without_a_split_in_the_store_says_who_serves_it(tmp_path, servers):
+    await publish(tmp_path, *prompts("v1"))
+    said = await printed(tmp_path, "resources", "variant", "prompt", "v1", "--user", "ann")
+    note = "the store has no split of agl learn, so only gateways with --split serve this"
+    assert ["prompt for user:ann: v1", note] == said.splitlines()
+    removed = await printed(tmp_path, "resources", "variant", "prompt", "--user", "ann", "--remove")
+    assert ["prompt for user:ann: the shared version"] == removed.splitlines()
+
+
 async def test_variant_needs_a_version_and_whose_it_is(tmp_path, servers):
     await publish(tmp_path, *prompts("v1"))
     for words in (["v1"], ["--user", "ann"], ["v1", "--user", "ann", "--remove"], ["--user", "ann", "--remove"]):

@@ -37,7 +37,7 @@ from agl_run.worker.admission import (
     try_gateway,
     unreachable_policies,
 )
-from agl_run.worker.current import PinnedResources
+from agl_run.worker.current import LiveResources, PinnedResources
 from agl_run.worker.invitation import Announcement, Invitation, UnclaimedReport, load_running, make_running
 from agl_run.worker.remote import RemoteWorker
 from agl_run.worker.remote_gateway import RemoteGateway
@@ -309,7 +309,7 @@ def test_pinned_versions_are_read_from_the_store_and_others_are_live() -> None:
     asyncio.run(work())
 
 
-def test_test_rollout_gets_the_very_version_of_a_policy_or_an_error() -> None:
+def test_policy_that_serves_several_versions_gives_a_rollout_its_own_or_an_error() -> None:
     async def work() -> None:
         store = MemoryStore()
         versions = ("1", "2", "3")
@@ -321,14 +321,27 @@ def test_test_rollout_gets_the_very_version_of_a_policy_or_an_error() -> None:
         first, second = LLM(model="small"), LLM(model="small@2")
         resources = PinnedResources(store, {"main": first, "main@2": second}, live=live)
 
-        async def given(version: str, mode: Mode) -> object:
-            pins = {"main": version}
-            return (await resources.for_rollout(Rollout(rollout_id="r", task={}, mode=mode, resources=pins)))["main"]
+        def pinned_to(version: str) -> Rollout:
+            return Rollout(rollout_id="r", task={}, mode="test", resources={"main": version})
 
-        assert [first, second] == [await given("1", "test"), await given("2", "test")]
+        given = [(await resources.for_rollout(pinned_to(version)))["main"] for version in ("1", "2")]
+        assert [first, second] == given
         with pytest.raises(PolicyError, match="policy 'main' does not serve 3, to which the rollout is pinned"):
-            await given("3", "test")
-        assert first == await given("3", "train")  # the weights have changed since it was queued
+            await resources.for_rollout(pinned_to("3"))
+        await store.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("mode", ["train", "test"])  # credit replays training rollouts in mode test
+def test_rollout_gets_the_live_weights_if_they_changed_since_it_was_queued(mode: Mode) -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await store.publish([ResourceVersion(name="main", version=v, resource=Weights(uri=v)) for v in ("1", "2")])
+        resources = LiveResources(store, {"main": LLM(model="small"), "other": LLM(), "other@2": LLM()})
+        await resources.restore({"main": "2"})
+        rollout = Rollout(rollout_id="r", task={}, mode=mode, resources={"main": "1"})
+        assert {"main": LLM(model="small")} == await resources.for_rollout(rollout)
         await store.close()
 
     asyncio.run(work())

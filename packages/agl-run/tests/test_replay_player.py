@@ -165,6 +165,34 @@ def test_another_conversation_or_agent_is_answered_by_the_model() -> None:
         assert 3 == len(server.calls)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": "other"},
+        {"temperature": 0.5},
+        {"max_tokens": 1},
+        {"n": 2},
+        {"tool_choice": "none"},
+        {"reasoning_effort": "high"},
+    ],
+)
+def test_request_with_another_setting_is_answered_by_the_model_if_nothing_is_replaced(changed: dict[str, Any]) -> None:
+    def work(client: Any, **settings: Any) -> Any:
+        answer = client.chat.completions.create(**{"model": "m", "messages": ASK, "temperature": 1} | settings)
+        return answer.choices[0].message.content
+
+    def again(client: Any) -> Any:
+        return work(client, seed=3, user="u", metadata={"run": "2"})
+
+    with ScriptedModelServer(default=Reply(text="left")) as server:
+        then = record(server, work)
+        for plan in (ReplayPlan(rollout_id="r"), ReplayPlan(rollout_id="r", replaced=("b",))):
+            script = ReplayScript(plan=plan, recorded=then)
+            assert ["replay:recorded"] == replayed(server, script, again)[1]
+            other = replayed(server, script, lambda client: work(client, **changed))[1]
+            assert {"replay:recorded" if plan.replaced else ""} == set(other)
+
+
 def test_equal_conversations_are_answered_in_order_and_then_by_the_model() -> None:
     def thrice(client: Any) -> Any:
         return [chat(client) for _ in range(3)]

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from agl import PluginManager
 from agl.contracts import ServedModel
 from agl.errors import ConfigError, PolicyError
-from agl.schemas import PromptTemplate, Weights
+from agl.schemas import PROBE_FILE, PromptTemplate, Weights
 from agl_inspect.terminal.program import cli
 from agl_testing.conformance import PluginConformance
 from agl_vllm.client import ServerClient
@@ -55,7 +55,7 @@ def test_a_started_server_gets_its_command_and_environment(base, monkeypatch):
     for part in (f"--model {base.uri}", "--served-model-name main_llm", "--dtype float32", "--host 127.0.0.1"):
         assert part in said
     kept = "--generation-config vllm --logprobs-mode processed_logprobs"
-    assert f"{kept} --enable-lora --max-lora-rank 8 --max-loras 1 --enforce-eager" in said
+    assert f"{kept} --enable-lora --max-lora-rank 8 --max-loras 4 --enforce-eager" in said
     environ = found["environ"]
     expected = ("1", "3", "1", "1", "True")
     names = ("EXTRA", "CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS")
@@ -117,6 +117,45 @@ def test_several_versions_are_served_at_once_as_adapters(base, make_weights):
         assert ["main_llm", "main_llm@v1"] == await client.models()
         with pytest.raises(PolicyError, match=r"v3 is not an adapter of .*only as adapters"):
             await policy.serve_versions([published(make_weights("full", shift=0.5), "v3")])
+
+    run(policy, act)
+
+
+def test_adapters_of_another_process_are_replaced_under_the_same_name_and_stay_under_others(base, make_weights):
+    stale = make_weights("stale", shift=0.25, base=base)
+    fresh = make_weights("fresh", shift=0.75, base=base)
+    earlier = started(base, lora_rank=4)
+
+    async def act(served):
+        await earlier.serve_versions([published(stale, "v1"), published(stale, "v2")])
+        later = VLLMPolicy(name="main_llm", model=base.uri, base_url=served.base_urls[0], probe=False)
+        await later.start()
+        client = ServerClient(served.base_urls[0], key="", timeout_s=10)
+        for _ in range(2):  # it is loaded once
+            await later.serve_versions([published(fresh, "v1")])
+            scores = [(await client.score([1, 2], model=name))[0] for name in ("main_llm", "main_llm@v1")]
+            assert 0.75 == pytest.approx(scores[0] - scores[1])
+        await later.serve_versions([])
+        assert ["main_llm", "main_llm@v2"] == await client.models()
+        loads = [path for path in noted(served.base_urls[0])["paths"] if path == "/v1/load_lora_adapter"]
+        assert 3 == len(loads)
+
+    run(earlier, act)
+
+
+def test_adapter_that_failed_its_check_is_checked_again(base, make_weights):
+    adapter, other = (make_weights(name, shift=shift, base=base) for name, shift in (("a", 0.25), ("b", 0.75)))
+    probe = Path(adapter.uri, PROBE_FILE)
+    good = probe.read_bytes()
+    probe.write_bytes(Path(other.uri, PROBE_FILE).read_bytes())
+    policy = started(base, lora_rank=4)
+
+    async def act(served):
+        for _ in range(2):
+            with pytest.raises(PolicyError):
+                await policy.serve_versions([published(adapter, "v1")])
+        probe.write_bytes(good)
+        assert "main_llm@v1" == (await policy.serve_versions([published(adapter, "v1")]))["v1"].model
 
     run(policy, act)
 

@@ -148,8 +148,10 @@ class RFT(Supplied):
 
     def _good(self, group: Sequence[Episode]) -> list[Episode]:
         """Return the rollouts of a group to imitate, by falling reward, then by id."""
-        # A rollout without a reward is not known to be good, so it is not imitated.
-        good = [e for e in group if e.reward is not None and e.reward >= self._min_reward]
+        # A rollout without a reward is not known to be good, and one that failed is not good, whatever reward `failed`
+        # gives it.
+        known = ((e, e.reward) for e in group if e.rollout.status == "succeeded")
+        good = [e for e, reward in known if reward is not None and reward >= self._min_reward]
         # The id breaks ties, so that a repeated step keeps the same rollouts.
         good.sort(key=lambda e: (-(e.reward or 0.0), e.rollout.rollout_id))
         return good[: self._best or None]  # `best` 0 keeps all; otherwise easy tasks cannot fill the batch

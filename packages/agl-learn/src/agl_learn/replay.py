@@ -92,8 +92,8 @@ class TrialReplayer:
     async def _changes_only_prompts(self, candidate: LearningCandidate) -> bool:
         """Return true if the candidate changes prompts only, whose texts are part of the requests.
 
-        Other weights answer the same request in another way, and a value may set what is not compared, such as the
-        temperature.
+        Other weights answer the same request in another way, and a value may set what is not part of a request, such as
+        the server's address.
         """
         changed = [await self._file.store.resource(*each) for each in candidate.versions.items()]
         return all(isinstance(each.resource, PromptTemplate) for each in changed)

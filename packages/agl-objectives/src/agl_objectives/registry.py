@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from agl import PluginManager
-from agl.errors import AglError, ConfigError, describe
+from agl.errors import AglError, ConfigError
 from agl.hints import check_value, did_you_mean
 from agl_objectives import plugin as own
 from agl_objectives.contract import Estimates, LossTerms, Scores, TokenBatch, surveyed
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FoundEstimator",
     "FoundLoss",
+    "check_plugin",
     "checked_terms",
     "estimators",
     "find_estimator",
@@ -103,6 +104,28 @@ def estimators() -> list[EstimatorEntry]:
     return list(_all(EstimatorEntry).values())
 
 
+def check_plugin(plugin: Any) -> dict[str, str]:
+    """Try the losses and estimators of a plugin module with their default parameters, as `agl plugins check` does.
+
+    Returns the error of each by `loss NAME` or `estimator NAME`, "" if it works. Raises ConfigError if a module of the
+    plugin cannot be imported, or if another plugin has the same name.
+    """
+    found: dict[str, str] = {}
+    for kind, record, attempt in ("loss", LossEntry, try_loss), ("estimator", EstimatorEntry, try_estimator):
+        if plugin is not own:
+            _all(record)
+        for entry in _named_by(plugin, record):
+            found[key := f"{kind} {entry.name}"] = ""
+            factory: Any = entry.factory
+            settings = inspect.signature(factory).parameters.values()  # also those that are not keyword-only
+            params = {each.name: each.default for each in settings if isinstance(each.default, str | int | float)}
+            try:
+                attempt(entry.name, _built(kind, entry, params))
+            except AglError as error:
+                found[key] = str(error)
+    return found
+
+
 def _entry(kind: str, name: str, record: type[E]) -> E:
     if ":" in name:
         found = _imported(kind, name)
@@ -141,8 +164,8 @@ def _named_by(plugin: Any, record: type[E]) -> list[E]:
     try:
         modules = [importlib.import_module(name) for name in plugin.agl_objectives()]
     except Exception as error:
-        message = f"importing what the hook agl_objectives of {plugin.__name__} names raised {describe(error)}"
-        raise ConfigError(f"{message}; correct it, or disable the plugin") from error
+        message = f"Importing the modules that the hook agl_objectives of {plugin.__name__} names raised"
+        raise ConfigError(f"{message} {type(error).__name__}: {error}; correct it, or disable the plugin.") from error
     values = [value for module in modules for value in vars(module).values()]
     return [entry for value in values if (entry := _mark(value, record))]
 
@@ -157,7 +180,8 @@ def _built(kind: str, entry: Entry, params: Mapping[str, Any]) -> Any:
     factory: Any = entry.factory
     taken = _checked(f"the {kind} {entry.name!r}", factory, params)
     # An instance of a class is the loss or the estimator; a function is one itself, with its parameters as keywords.
-    return factory(**taken) if inspect.isclass(factory) else partial(factory, **taken)
+    bound = partial(factory, **taken)
+    return _called(kind, entry.name, bound) if inspect.isclass(factory) else bound
 
 
 def _imported(kind: str, name: str) -> Any:
@@ -204,7 +228,7 @@ _ESTIMATOR = "return Estimates(found_S=..., unit_S=...) with one number each for
 
 
 def try_loss(name: str, loss: Loss) -> None:
-    """Call a loss once; raises ConfigError if it fails, lacks a finite number for a token, or has no gradient."""
+    """Call a loss once; raises ConfigError if it fails, or lacks a finite number or gradient for a token."""
     logp_M = torch.tensor([-0.2, -1.0, -0.5, -2.0, -0.1, -0.7], requires_grad=True)
     old_M = logp_M.detach() + torch.tensor([0.0, 0.1, -0.1, 0.0, 0.2, -0.3])
     tokens = TokenBatch(
@@ -224,6 +248,12 @@ def try_loss(name: str, loss: Loss) -> None:
         raise ConfigError(
             f"The loss {name!r} returned numbers without a gradient, from which nothing is learnt; compute them from "
             "tokens.logp_M by operations of torch, without detach() or item()."
+        )
+    (gradient_M,) = _called("loss", name, lambda: torch.autograd.grad(terms.loss_M.sum(), logp_M))
+    if not bool(torch.isfinite(gradient_M).all()):
+        raise ConfigError(
+            f"The loss {name!r} has the gradient {_shown(gradient_M)} for six tokens, of which the first and the "
+            "fourth have the ratio 1; one NaN would spread to all weights, so change what has no derivative there."
         )
 
 

@@ -20,6 +20,7 @@ import logging
 import re
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -97,7 +98,7 @@ class VLLMPolicy:
         self._is_well = self._can_sleep = False
         self._base_name = self._served = self._settings.served_model or name
         self._full = self._initial = Weights(uri=self._settings.model)
-        self._beside: set[str] = set()  # adapters of further versions, by their names
+        self._beside: defaultdict[str, set[str]] = defaultdict(set)  # adapters loaded here, by the server's URL
         self._initial_probe: WeightsProbe | None = None
         self._live: Weights | None = self._full  # what the servers have; unknown while and after an update failed
 
@@ -167,7 +168,8 @@ class VLLMPolicy:
     async def serve_versions(self, versions: Sequence[ResourceVersion]) -> Mapping[str, ServedModel]:
         """Serve exactly these versions in addition to the weights of `load`, adapters under names of their own.
 
-        Adapters that a server has lost, because it was started again, are loaded again.
+        Adapters that a server has lost, because it was started again, are loaded again. Those that other processes left
+        there under the same names may be other weights, and are replaced; under other names they stay.
 
         Raises:
             PolicyError: A version is neither an adapter of the servers' full weights nor these weights, or a server
@@ -176,7 +178,6 @@ class VLLMPolicy:
         models = [self._model_of(each) for each in versions]
         wanted = {model: each for model, each in zip(models, versions, strict=True) if model != self._base_name}
         await self._each(lambda client: self._serve_beside(client, wanted))
-        self._beside = set(wanted)
         return {
             each.version: msgspec.structs.replace(self._serving(each.version), model=model)
             for model, each in zip(models, versions, strict=True)
@@ -195,15 +196,18 @@ class VLLMPolicy:
         return f"{self._base_name}@{version.version}"
 
     async def _serve_beside(self, client: ServerClient, wanted: Mapping[str, ResourceVersion]) -> None:
-        there = set(await client.models())
-        for name in (self._beside & there) - wanted.keys():
+        loaded = self._beside[client.base_url]
+        loaded &= set(await client.models())
+        for name in loaded - wanted.keys():
             await client.unload_adapter(name)
-        for name in wanted.keys() - there:
+            loaded.remove(name)
+        for name in wanted.keys() - loaded:
             weights = self._weights_of(wanted[name])
             await load_adapter(client, weights, name=name)
             if self._settings.probe:
                 how: dict[str, Any] = {"name": self.name, "model": name, "version": wanted[name].version}
                 await check_served(client, probe_of(weights, name=self.name), tolerance=self._tolerance(), **how)
+            loaded.add(name)
 
     def _serving(self, version: str) -> ServedModel:
         return ServedModel(

@@ -25,6 +25,9 @@ _SAY_EVERY_S = 30.0
 _TAIL_LINES = 20
 _STOP_S = guard.GRACE_S + 15.0
 SLEEP_MODE = "--enable-sleep-mode"
+_MAX_LORAS = "4"
+"""Adapters in one batch: the served and the previous versions, the candidate, and one variant; vLLM swaps others in."""
+
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 """Device files of CUDA and ROCm, the platforms on which vLLM can sleep."""
 
@@ -51,7 +54,7 @@ class LaunchSettings:
     def command(self, *, model: str, port: int) -> list[str]:
         """Return the server's command line."""
         python, rank = self.chosen.python, self.chosen.max_lora_rank
-        adapters = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "1"]
+        adapters = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", _MAX_LORAS]
         return [
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
             *("--served-model-name", self.name, "--dtype", self.chosen.dtype),

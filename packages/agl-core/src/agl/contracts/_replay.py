@@ -31,7 +31,7 @@ class ReplayPlan(Record, frozen=True, kw_only=True):
     """The plan of a replay: some agents get replaced answers, the others their recorded ones.
 
     A call of any other agent gets the recorded answer if that agent sent the same conversation in the recording;
-    otherwise the model answers it.
+    otherwise the model answers it. If no agent is replaced, the model and the sampling parameters must be the same too.
 
     Attributes:
         rollout_id: The recorded rollout.

@@ -173,11 +173,11 @@ def _lines(report: SplitReport) -> list[str]:
 @click.option("--remove", is_flag=True, help="Give the user or the agent the shared version again.")
 @reads_store
 def variant(store: Reading, name: str | None, version: str | None, user: str, agent: str, remove: bool) -> None:
-    """Give one user or one agent a VERSION of NAME of its own, or list all such variants.
+    """Give a user or an agent its own version, or list these.
 
-    VERSION is a version or a label. It is served from the next conversation on, by gateways that serve a split, such
-    as that of agl learn. Everybody else, and every other resource, keeps the shared version. A user's variant comes
-    before an agent's. Conversations with a variant count in no comparison of versions.
+    VERSION is a version of NAME, or a label. It is served from the next conversation on, by gateways that serve a
+    split, such as that of agl learn. Everybody else, and every other resource, keeps the shared version. A user's
+    variant comes before an agent's. Conversations with a variant count in no comparison of versions.
     """
     if name is None:
         found = store.read(VARIANTS.read)
@@ -203,4 +203,12 @@ def variant(store: Reading, name: str | None, version: str | None, user: str, ag
         return changed
 
     made = store.read(work)
-    store.show(made, lambda: [f"{name} for {whose}: {made.versions.get(name, 'the shared version')}"])
+    note = [] if remove else store.read(_unsplit_note)
+    store.show(made, lambda: [f"{name} for {whose}: {made.versions.get(name, 'the shared version')}", *note])
+
+
+async def _unsplit_note(store: Store) -> list[str]:
+    """Return a line if the store has no split, without which gateways serve no variants."""
+    if await SERVED.get(store):
+        return []
+    return ["the store has no split of agl learn, so only gateways with --split serve this"]

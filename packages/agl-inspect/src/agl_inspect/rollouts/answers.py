@@ -123,6 +123,19 @@ def key_of(dialect: Dialect, request: Json) -> bytes:
     return to_json([dialect, asked(dialect, request), offered])
 
 
+_PASSING = frozenset({"metadata", "seed", "stream", "stream_options", "user"})
+"""The keys of a request's body that do not change the distribution from which the answer is drawn."""
+
+
+def whole_key_of(dialect: Dialect, request: Json) -> bytes:
+    """Return a key that is equal for requests of one dialect whose answers are drawn from the same distribution.
+
+    Compares the model and the sampling parameters too, which a gateway may change in training.
+    """
+    body = sorted((key, value) for key, value in request.items() if key not in _PASSING) if _is_object(request) else []
+    return to_json([dialect, body])
+
+
 def exchanges_of(calls: Sequence[ModelCall]) -> list[list[ModelCall]]:
     """Group calls that are choices of the same HTTP response; the groups are in order of their first calls."""
     found: dict[tuple[str, int], list[ModelCall]] = {}

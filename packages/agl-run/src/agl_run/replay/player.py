@@ -11,7 +11,7 @@ from typing import Literal
 from agl.contracts import REPLAY_VERSION, CannedAnswer, ReplayPlan
 from agl.dialects import Request
 from agl.schemas import Dialect, Json, Record, new_span_id
-from agl_inspect.rollouts.answers import RecordedAnswer, encode_answer, key_of, text_answer
+from agl_inspect.rollouts.answers import RecordedAnswer, encode_answer, key_of, text_answer, whole_key_of
 
 Source = Literal["recorded", "silent", "sibling"]
 
@@ -32,12 +32,14 @@ class Player:
 
     def __init__(self, script: ReplayScript) -> None:
         self._plan = script.plan
+        # A replay that replaces nothing only shares equal draws. Others compare less, as training changes parameters.
+        self._key_of = key_of if script.plan.replaced else whole_key_of
         self._lock = Lock()
         self._turns: Counter[str] = Counter()
         self._recorded: dict[tuple[str, bytes], deque[RecordedAnswer]] = defaultdict(deque)
         self._siblings: dict[str, list[RecordedAnswer]] = defaultdict(list)
         for answer in script.recorded:
-            self._recorded[answer.agent, key_of(answer.dialect, answer.request)].append(answer)
+            self._recorded[answer.agent, self._key_of(answer.dialect, answer.request)].append(answer)
         for answer in script.sibling:
             self._siblings[answer.agent].append(answer)
 
@@ -67,5 +69,5 @@ class Player:
         return "silent", text_answer(dialect, request, text=self._plan.text, answer_id=f"replay-{new_span_id()}")
 
     def _recorded_answer(self, dialect: Dialect, request: Json, agent: str) -> tuple[Source, Json] | None:
-        waiting = self._recorded.get((agent, key_of(dialect, request)))
+        waiting = self._recorded.get((agent, self._key_of(dialect, request)))
         return ("recorded", waiting.popleft().response) if waiting else None

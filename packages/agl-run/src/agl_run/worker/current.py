@@ -94,6 +94,7 @@ class PinnedResources:
     ) -> None:
         self._store = store
         self._endpoints = endpoints
+        self._has_versions = {name.partition("@")[0] for name in endpoints if "@" in name}
         self._live = live
         self._cache: dict[tuple[str, str], ResourceVersion] = {}
 
@@ -105,9 +106,9 @@ class PinnedResources:
         """Return the resources of one rollout: a policy as the LLM that serves it, a JSON resource as its value.
 
         Raises:
-            PolicyError: A test rollout is pinned to a version of a policy that is not served. Other rollouts get the
-                live weights, which may have changed since they were queued; their calls are recorded with the version
-                that answers.
+            PolicyError: The rollout is pinned to a version that is not served, of a policy that serves several side by
+                side. Of any other policy a rollout gets the live weights, which may have changed since it was queued;
+                its calls are recorded with the version that answers.
         """
         # The pinned version wins: a rollout that waited in the queue runs with the versions of its
         # request.
@@ -115,16 +116,15 @@ class PinnedResources:
         versions = {**live, **rollout.resources}
         found = {name: await self._version(name, version) for name, version in versions.items()}
         return {
-            name: self._endpoint(one, may_be_live=rollout.mode != "test" or one.version == live.get(name))
-            or value_for_agent(one.resource)
+            name: self._endpoint(one, is_live=one.version == live.get(name)) or value_for_agent(one.resource)
             for name, one in found.items()
         }
 
-    def _endpoint(self, version: ResourceVersion, *, may_be_live: bool) -> LLM | None:
+    def _endpoint(self, version: ResourceVersion, *, is_live: bool) -> LLM | None:
         """Return the LLM that serves a version, or perhaps the live one; ``None`` unless the resource is a policy."""
         name = version.name
         exact = self._endpoints.get(f"{name}@{version.version}")
-        if exact is None and name in self._endpoints and not may_be_live:
+        if exact is None and name in self._has_versions and not is_live:
             raise PolicyError(f"policy {name!r} does not serve {version.version}, to which the rollout is pinned")
         return exact or self._endpoints.get(name)
 
