@@ -129,12 +129,9 @@ def check_plugin(plugin: Any) -> dict[str, str]:
 def _entry(kind: str, name: str, record: type[E]) -> E:
     if ":" in name:
         found = _imported(kind, name)
-        entry = getattr(found, MARK, None)
-        return (
-            msgspec.structs.replace(entry, name=name) if isinstance(entry, record) else record(name=name, factory=found)
-        )
-    ours = {entry.name: entry for entry in _named_by(own, record)}
-    known = ours if name in ours else _all(record)  # ours are found without loading other plugins
+        entry = _mark(found, record) or record(name=name, factory=found)
+        return msgspec.structs.replace(entry, name=name)
+    known = _all(record)
     if name in known:
         return known[name]
     near = did_you_mean(name, known)
@@ -145,7 +142,9 @@ def _entry(kind: str, name: str, record: type[E]) -> E:
 
 
 def _all(record: type[E]) -> dict[str, E]:
-    """Return all entries by name, ours first; raises ConfigError for a name that two plugins give."""
+    """Return all entries by name, ours first; raises ConfigError for a name that two plugins give, and for a plugin
+    whose modules cannot be imported.
+    """
     found = {entry.name: entry for entry in _named_by(own, record)}
     for status in PluginManager.from_environment().status():
         module = sys.modules.get(status.module) if status.state == "loaded" else None
@@ -168,7 +167,13 @@ def _named_by(plugin: Any, record: type[E]) -> list[E]:
         message = f"Importing the modules that the hook agl_objectives of {plugin.__name__} names raised"
         raise ConfigError(f"{message} {type(error).__name__}: {error}; correct it, or disable the plugin.") from error
     values = [value for module in modules for value in vars(module).values()]
-    return [entry for value in values if isinstance(entry := getattr(value, MARK, None), record)]
+    return [entry for value in values if (entry := _mark(value, record))]
+
+
+def _mark(found: Any, record: type[E]) -> E | None:
+    """Return the entry with which `found` itself is decorated; a subclass or a wrapper also carries the original's."""
+    entry = getattr(found, MARK, None)
+    return entry if isinstance(entry, record) and entry.factory is found else None
 
 
 def _built(kind: str, entry: Entry, params: Mapping[str, Any]) -> Any:
