@@ -1,6 +1,7 @@
 """The files by which others join the project say what the project does: hooks, workflow, templates, policies."""
 
 import re
+import subprocess
 
 import pytest
 import yaml
@@ -43,3 +44,9 @@ def test_form_for_issues_has_fields_of_known_types_with_labels(form):
 def test_links_of_a_page_at_the_top_lead_somewhere(page):
     links = re.findall(r"\]\(([^)\s#]+)\)", (ROOT / page).read_text())
     assert [] == [link for link in links if not link.startswith("https://") and not (ROOT / link).exists()]
+
+
+def test_no_file_has_markers_of_a_merge_conflict():
+    command = ["git", "grep", "-I", "-l", "-E", "^(<<<<<<<|>>>>>>>)"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (1, "") == (found.returncode, found.stdout + found.stderr)  # 1: no line matches

@@ -155,3 +155,19 @@ def test_one_question_makes_a_proposal_unless_another_model_criticises(
     edits = [row for row in run.lineage if row.get("operator") == "edit"]
     assert edits
     assert all("Advice: Write the " in row["critique"] for row in edits)
+
+
+@pytest.mark.parametrize("seed", [214, 219])
+def test_line_is_tested_if_the_text_without_it_is_in_the_pool(optimize: Optimize, seed: int) -> None:
+    world = cluttered(seed)
+    run = optimize(world, budget=600, seed=seed, script=ScriptedOptimizer(seed=seed))
+    first = world.seeds()["clerk_prompt"].template
+    pool = {row["texts"]["clerk_prompt"] for row in run.lineage if row["status"] == "pool"}
+    rest = {change.key for change in changes(first, run.best["clerk_prompt"]) if change.without in pool}
+    assert rest <= {*run.progress["proven"]["clerk_prompt"]}
+
+
+def test_text_of_the_pool_without_a_useful_line_remains_a_parent(optimize: Optimize) -> None:
+    run = optimize(msgspec.structs.replace(easy(1), noise=0.0), budget=80, branch_factor=1)
+    assert run.progress["proven"]
+    assert "pool" == run.lineage[0]["status"]

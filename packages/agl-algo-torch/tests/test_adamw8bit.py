@@ -127,3 +127,16 @@ def test_a_checkpoint_is_continued_with_the_other_kind_of_moments(
     for name, tensor in trainable_state(learner.loaded.model).items():
         moved, expected = trainable_state(again.loaded.model)[name] - start[name], tensor - start[name]
         assert float((moved - expected).norm()) <= 0.2 * float(expected.norm()), name
+
+
+def test_a_transposed_parameter_is_updated_as_its_contiguous_twin() -> None:
+    torch.manual_seed(0)
+    start, slopes = torch.randn(6, 300), torch.randn(6, 300)
+    plain, turned = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.T.contiguous().T)
+    for parameter in (plain, turned):
+        parameter.grad = slopes.clone()
+        AdamW8bit([parameter], lr=1e-2, betas=(0.9, 0.95)).step()
+
+    assert not turned.is_contiguous()
+    assert torch.equal(plain, turned)
+    assert not torch.equal(plain, start)

@@ -12,10 +12,14 @@ from click.testing import CliRunner, Result
 
 from agl.contracts import ExperimentRecord, Metric, Trained
 from agl.schemas import ResourceVersion, Weights
+from agl.stores import MemoryStore
 from agl_algo_torch.learner import checkpoint
 from agl_algo_torch.learner.model import load_model
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_data.export.models import model_card
 from agl_inspect.terminal.program import cli
+from agl_inspect.versions import ShownVersion
+from agl_objectives.directories import damage
 from agl_objectives.settings import Compute, Lora, Optim
 from agl_store_sqlite import SQLiteStore
 
@@ -91,10 +95,11 @@ def test_model_card_names_base_run_data_and_curve(store: str, model_dir: Path, t
     assert export(store, "model", tmp_path / "out").exit_code == 0
 
     card = (tmp_path / "out" / "README.md").read_text()
-    assert card.startswith(f"---\nbase_model: {model_dir}\n---\n\n# small\n")
+    assert card.startswith("# small\n")  # the hub could not follow a path of this machine
     rows = {
         line
         for line in (
+            f"| base model | {model_dir.name} |",
             "| algorithm | grpo |",
             "| experiment | sums, run 1 |",
             "| agent | sums:solve |",
@@ -107,6 +112,27 @@ def test_model_card_names_base_run_data_and_curve(store: str, model_dir: Path, t
     }
     assert not rows, card
     assert "0.7500" not in card  # a later step
+
+
+@pytest.mark.parametrize("uri", ["Org/Tiny-1B", "/home/ann/.cache/huggingface/hub/models--Org--Tiny-1B/snapshots/0a1b"])
+def test_model_card_names_a_base_of_the_hub(uri: str) -> None:
+    start = ResourceVersion(name="small", version="initial", resource=Weights(uri=uri))
+    shown = ShownVersion(version=start, labels=[], ancestors=[])
+
+    async def card() -> str:
+        store = MemoryStore()
+        await store.publish([start])
+        return await model_card(store, shown)
+
+    assert asyncio.run(card()).startswith("---\nbase_model: Org/Tiny-1B\n---\n\n# small\n")
+
+
+def test_exported_adapter_has_the_checksums_of_its_files(store: str, tmp_path: Path) -> None:
+    assert export(store, "model", tmp_path / "out").exit_code == 0
+
+    assert damage(tmp_path / "out") == ""
+    lines = (tmp_path / "out" / "checksums.sha256").read_text().splitlines()
+    assert "adapter_model.safetensors" in {line.partition("  ")[2] for line in lines}
 
 
 def test_gguf_is_written_by_the_converter_of_llama_cpp(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from agl.contracts import POLICY_KEY_ENV
+from agl.schemas import ResourceVersion
+from agl_algo_torch.learner.checkpoint import save_served
 from agl_algo_torch.learner.model import LoadedModel
 from agl_algo_torch.serving.policy import TorchPolicy
 from agl_testing.waiting import wait_until
@@ -179,7 +182,9 @@ def test_models_and_health_name_the_model(serve: Serve, connect: Connect) -> Non
     assert ("ok", "tiny", "0") == (state["status"], state["model"], state["model_version"])
 
 
-def test_metrics_have_the_numbers_of_sequences_that_run_and_wait(serve: Serve) -> None:
+def test_metrics_have_the_sequences_that_run_and_wait_in_all_versions(
+    make_loaded: Make, serve: Serve, connect: Connect, tmp_path: Path
+) -> None:
     policy = serve()
 
     async def metrics() -> str:
@@ -190,7 +195,20 @@ def test_metrics_have_the_numbers_of_sequences_that_run_and_wait(serve: Serve) -
         ):
             return await got.text()
 
+    weights = save_served(make_loaded(seed=5), tmp_path)
+    asyncio.run(policy.serve_versions([ResourceVersion(name="main_llm", version="other", resource=weights)]))
     assert "policy:num_requests_running 0\npolicy:num_requests_waiting 0\n" == asyncio.run(metrics())
+    streams = [
+        connect(policy).chat.completions.create(
+            model=model, messages=HELLO, stream=True, max_tokens=900, extra_body={"ignore_eos": True}
+        )
+        for model in ("tiny", "tiny@other")
+    ]
+    for chunks in streams:
+        next(iter(chunks))
+    assert "policy:num_requests_running 2\npolicy:num_requests_waiting 0\n" == asyncio.run(metrics())
+    for chunks in streams:
+        chunks.close()
 
 
 BAD: list[tuple[dict[str, Any], int, str, str | None]] = [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl.acceptance import BETS, Gate, error_for
+from agl.acceptance import BETS, Gate, error_for, mean_interval
 from agl.errors import ConfigError
 
 PAIRS = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=60)
@@ -203,3 +203,7 @@ def wrong_verdicts(seed: int, *, runs: int, clustered: bool = False, late: bool 
 def test_equal_versions_are_rarely_called_better_however_often_one_looks(case: dict[str, bool]) -> None:
     # At 5 %, more than 25 of 300 have a probability below 1 %.
     assert wrong_verdicts(5, runs=300, **case) <= 25
+
+
+def test_interval_of_a_range_of_one_number_is_that_number() -> None:
+    assert (2.0, 2.0) == mean_interval([2.0, 2.0], low=2.0, high=2.0)

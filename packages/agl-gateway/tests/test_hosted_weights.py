@@ -7,7 +7,7 @@ import pytest
 
 from agl.contracts import Upstream
 from agl_gateway.traffic.arms import FRESH_S
-from agl_inspect.records.splits import HOSTED, HostedVersions
+from agl_inspect.records.splits import HOSTED, VARIANTS, HostedVersions, Variant
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 from .test_served_split import CANARY, NEW, OLD, Served, arm_and_text, record_of, switch
@@ -73,6 +73,39 @@ async def test_call_of_a_served_arm_without_its_weights_ends_with_an_error(tmp_p
             await gateway.ask(CLIENT, conversation="early")
         await hosts(gateway, "w1", "w2")
         assert ("production", "main_llm@w2") == await arm_and_text(gateway, "early")
-        host.stop()
-        with pytest.raises(openai.InternalServerError):
-            await gateway.ask(CLIENT, conversation="early")
+        await hosts(gateway)
+        await asyncio.sleep(FRESH_S)
+        for conversation in ("early", "later"):
+            with pytest.raises(openai.InternalServerError, match="no upstream serves main_llm@w2"):
+                await gateway.ask(CLIENT, conversation=conversation)
+
+
+async def test_base_weights_never_answer_while_a_host_loads_those_that_all_arms_share(tmp_path, host):
+    await publish(tmp_path, *WEIGHTS, *prompts("v1", "v2"), labelled=("unrelated",))
+    canary = {"production": OLD, "candidate": {**OLD, "prompt": "v2"}}
+    async with serve(tmp_path, None, upstreams(host)) as gateway:
+        await hosts(gateway)
+        await switch(gateway.store, canary)
+        for user in ("ann", "bob"):
+            with pytest.raises(openai.InternalServerError, match="no upstream serves main_llm@w1"):
+                await gateway.ask(CLIENT, conversation=user)
+        await switch(gateway.store, {"production": OLD})
+        await hosts(gateway, "w1")
+        assert "main_llm@w1" == (await gateway.ask(CLIENT, conversation="ann"))[0]
+        assert "main_llm@w1" == (await gateway.ask(CLIENT, conversation="later"))[0]
+
+
+async def test_variant_that_the_host_does_not_serve_gets_the_shared_weights_with_a_warning(tmp_path, host, caplog):
+    await publish(tmp_path, *WEIGHTS)
+    ann = {"x-agl-user-id": "ann"}
+    async with serve(tmp_path, None, upstreams(host)) as gateway:
+        await hosts(gateway, "w1")
+        await switch(gateway.store, {"production": {"main_llm": "w1"}})
+        await VARIANTS.add(gateway.store, {"user:ann": Variant(versions={"main_llm": "w2"})})
+        for name in ("c1", "c2"):
+            assert ("user:ann", "main_llm@w1") == await arm_and_text(gateway, name, **ann)
+        await hosts(gateway)
+        await asyncio.sleep(FRESH_S)
+        with pytest.raises(openai.InternalServerError, match="no upstream serves main_llm@w1"):
+            await gateway.ask(CLIENT, conversation="c3", extra=ann)
+    assert 1 == len([each for each in caplog.messages if "no upstream serves main_llm@w2" in each])

@@ -7,7 +7,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from agl_inspect.ownership import Ownership
 from agl_inspect.records.learning import LearningRecords
+from agl_inspect.records.splits import HOSTED, HostedVersions
 from agl_inspect.terminal.program import cli
 from agl_store_sqlite import SQLiteStore
 from worlds.customers import Customers, settings
@@ -138,6 +140,25 @@ def test_split_of_a_stopped_learner_can_be_ended(store: str, tmp_path: Path) -> 
 
     assert "not served any more" in agl(f"sqlite:///{copy}", "end").output
     assert "% production" not in agl(f"sqlite:///{copy}", "status").output
+
+
+def test_split_is_not_ended_while_a_host_serves_its_weights(store: str, tmp_path: Path) -> None:
+    copy = f"sqlite:///{tmp_path}/copy.db"
+    (tmp_path / "copy.db").write_bytes(Path(store.removeprefix("sqlite:///")).read_bytes())
+
+    async def work() -> dict[str, HostedVersions]:
+        opened = SQLiteStore(copy)
+        await HOSTED.add(opened, {"prompt": HostedVersions(models={"old": "prompt@old"})})
+        async with Ownership(opened, "host-prompt", workdir=tmp_path):
+            refused = await asyncio.to_thread(agl, copy, "end")
+        assert "the untrained weights of 'prompt' would answer" in refused.output
+        assert "% production" in (await asyncio.to_thread(agl, copy, "status")).output
+        assert "not served any more" in (await asyncio.to_thread(agl, copy, "end")).output
+        left = await HOSTED.read(opened)
+        await opened.close()
+        return left
+
+    assert {} == asyncio.run(work())
 
 
 def test_misspelt_command_is_no_file(store: str) -> None:

@@ -12,7 +12,7 @@ from agl.errors import ConfigError
 from agl_inspect.learning import computed_again, served_gates
 from agl_inspect.records.labels import labels_of, move
 from agl_inspect.records.learning import GateRules, LearnerControl, ServedUnit
-from agl_inspect.records.splits import HOSTED, SERVED, HostedVersions
+from agl_inspect.records.splits import HOSTED, SERVED, HostedVersions, ServedSplit
 from agl_learn.contracts import Conversation, SettledPage
 from agl_learn.fall import FallDetector
 from agl_learn.learner import Learner
@@ -448,8 +448,8 @@ def test_canary_of_weights_waits_until_they_are_hosted(given: dict[str, Any]) ->
     customers.weights = (PROMPT,)
 
     async def work() -> list[set[str]]:
-        learner = await customers.open("old")
         await hosted(customers, "old")
+        learner = await customers.open("old")
         control = LearnerControl(approved=["c1"])
         await customers.store.save_state(learner.records.control.states({"": control}))
         await customers.serve(300)
@@ -462,6 +462,38 @@ def test_canary_of_weights_waits_until_they_are_hosted(given: dict[str, Any]) ->
     assert ["c1 waits until agl learn host serves prompt@new"] == [
         line for line in customers.said if "waits until" in line
     ]
+
+
+def test_weights_are_served_once_they_are_hosted() -> None:
+    """The first ones as well as those to which a person moves the label."""
+    customers = serving({"old": 0.5, "mine": 0.5}, every=1000)
+    customers.weights = (PROMPT,)
+
+    async def served() -> ServedSplit | None:
+        await customers.serve(5)
+        return await SERVED.get(customers.store)
+
+    async def work() -> None:
+        await customers.open("old")
+        assert await served() is None
+        assert {"production": "old"} == await labels_of(customers.store, PROMPT)  # which the host reads
+        await hosted(customers, "old")
+        split = await served()
+        assert split is not None
+        assert {"production": {PROMPT: "old"}} == split.versions
+        await hosted(customers)  # the host starts again
+        await customers.restart()
+        await move(customers.store, PROMPT, "production", await customers.publish("mine"))
+        assert split == await served()
+        await hosted(customers, "mine")
+        split = await served()
+        assert split is not None
+        assert {"production": {PROMPT: "mine"}} == split.versions
+
+    asyncio.run(work())
+
+    waits = [f"production waits until agl learn host serves prompt@{version}" for version in ("old", "mine")]
+    assert waits == [line for line in customers.said if "waits until" in line]
 
 
 @pytest.mark.parametrize(("stage", "end"), [("replay", "refused"), ("canary", "withdrawn"), ("watch", "rolled back")])

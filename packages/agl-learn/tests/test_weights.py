@@ -8,23 +8,24 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.request import Request, urlopen
 
 import pytest
 
 from agl import PluginManager
-from agl.contracts import POLICY_KEY_ENV, RolloutQuery, Store
-from agl.errors import ConfigError
+from agl.contracts import POLICY_KEY_ENV, RolloutQuery, ServedModel, Store, VersionedPolicy
+from agl.errors import ConfigError, PolicyError
 from agl.schemas import ResourceVersion, Weights
 from agl_inspect.records.learning import GateRules, LearningCandidate, LearningRecords
 from agl_inspect.records.splits import HOSTED, SERVED, HostedVersions, ServedSplit
 from agl_inspect.terminal.query import CONVERSATIONS
 from agl_learn.contracts import Conversation
-from agl_learn.host import Host, policy_of
+from agl_learn.host import Host, policy_of, run_host
 from agl_learn.replay import TrialReplayer
 from agl_learn.settings import LearnerFile
 from agl_run import learner_of, load_config
@@ -128,7 +129,6 @@ def test_host_serves_what_the_store_names_and_says_what_it_cannot(folder: Path) 
         missing = Weights(uri=str(folder / "nowhere"))
         await file.store.publish([ResourceVersion(name="small", version="gone", resource=missing)])
         policy = policy_of(file)
-        assert policy is not None
         url = (await policy.start()).base_urls[0]
         said: list[str] = []
         host = Host(file, policy, say=said.append)
@@ -152,6 +152,70 @@ def test_host_serves_what_the_store_names_and_says_what_it_cannot(folder: Path) 
         finally:
             await policy.stop()
         assert any("small@gone cannot be served" in line for line in said), said
+
+    with_file(folder, work)
+
+
+class Failing:
+    """A policy that fails to serve some versions, of which those in `broken` were loaded before."""
+
+    def __init__(self) -> None:
+        self.broken: dict[str, Exception] = {}
+
+    async def serve_versions(self, versions: Sequence[ResourceVersion]) -> dict[str, ServedModel]:
+        for each in versions:
+            if each.version in self.broken:
+                raise self.broken[each.version]
+        return {each.version: ServedModel(base_urls=(), model=f"small@{each.version}") for each in versions}
+
+
+def test_host_tries_again_what_may_pass_and_keeps_other_versions(folder: Path) -> None:
+    async def work(file: LearnerFile) -> None:
+        await publish(file, old="rude", new="kind")
+        versions = {"production": {"small": "old"}, "candidate": {"small": "new"}}
+        await SERVED.add(file.store, {"": ServedSplit(shares={"production": 0.5, "candidate": 0.5}, versions=versions)})
+        policy = Failing()
+        host = Host(file, cast("VersionedPolicy", policy), say=lambda _: None)
+
+        async def look(**broken: Exception) -> HostedVersions | None:
+            policy.broken = broken
+            await host.tick()
+            return await HOSTED.get(file.store, "small")
+
+        old, new = {"old": "small@old"}, {"new": "small@new"}
+        assert HostedVersions(models=old) == await look(new=RuntimeError("out of memory"))
+        assert HostedVersions(models={**old, **new}) == await look()
+        assert HostedVersions(models=new) == await look(old=PolicyError("the server does not answer"))
+        assert HostedVersions(models=new, problems={"old": "gone"}) == await look(old=ConfigError("gone"))
+        await HOSTED.add(file.store, {"small": HostedVersions(models={})})  # by somebody else
+        assert HostedVersions(models={**old, **new}) == await look()
+
+    with_file(folder, work)
+
+
+def test_second_host_is_refused_and_a_host_that_does_not_start_changes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = HostedVersions(models={"old": "small@old"})
+
+    async def work(file: LearnerFile) -> None:
+        await HOSTED.add(file.store, {"small": served})
+        monkeypatch.delenv(POLICY_KEY_ENV, raising=False)
+        with pytest.raises(ConfigError, match=POLICY_KEY_ENV):
+            await run_host(file, port=0, say=print, stopping=asyncio.Event())
+        assert served == await HOSTED.get(file.store, "small")
+        monkeypatch.setenv(POLICY_KEY_ENV, "a-key-of-the-test")
+        stopping, said = asyncio.Event(), list[str]()
+        first = asyncio.create_task(run_host(file, port=0, say=said.append, stopping=stopping))
+        async with asyncio.timeout(60):
+            while not said:
+                await asyncio.sleep(0.05)
+        elsewhere = replace(file, folder=folder / "elsewhere")
+        for other in (file, elsewhere):
+            with pytest.raises(ConfigError, match="runs"):
+                await run_host(other, port=0, say=print, stopping=asyncio.Event())
+        stopping.set()
+        await first
 
     with_file(folder, work)
 

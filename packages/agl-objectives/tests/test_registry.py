@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -14,11 +15,14 @@ import torch
 from agl.errors import ConfigError
 from agl_objectives import loss
 from agl_objectives.contract import Estimates, LossTerms, Scores, TokenBatch
+from agl_objectives.losses import PPOClip
 from agl_objectives.registry import find_estimator, find_loss
 from agl_objectives.testing import example_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from agl_objectives.contract import Loss
 
 
 def plain(tokens: TokenBatch, *, scale: float = 1.0) -> LossTerms:
@@ -172,10 +176,20 @@ def raw(scores):
 """
 
 
-def install(folder: Path, *, name: str = "half") -> None:
+FIND = """
+from agl.errors import ConfigError
+from agl_objectives.registry import find_loss
+try:
+    print("found", find_loss("gspo").entry.name)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def install(folder: Path, *, name: str = "half", module: str = MODULE) -> None:
     """Write a small distribution into a folder of ``PYTHONPATH``, as pip would."""
     (folder / "half_plugin.py").write_text(PLUGIN)
-    (folder / "half_loss.py").write_text(MODULE.replace("NAME", repr(name)))
+    (folder / "half_loss.py").write_text(module.replace("NAME", repr(name)))
     info = folder / "half-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: half\nVersion: 1.0\n")
@@ -209,17 +223,17 @@ def test_losses_and_estimators_of_an_installed_plugin_are_found_and_those_of_a_d
     assert run(code, tmp_path, AGL_DISABLED_PLUGINS="half").startswith("No loss is named 'half'.")
 
 
-def test_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+def test_name_that_is_taken_is_refused_when_a_loss_is_looked_up(tmp_path: Path) -> None:
     install(tmp_path, name="gspo")
-    code = """
-        from agl.errors import ConfigError
-        from agl_objectives.registry import losses
-        try:
-            losses()
-        except ConfigError as error:
-            print(error)
-    """
-    assert run(code, tmp_path).startswith("The plugin 'half' names a loss 'gspo', and another one has this name.")
+    said = run(FIND, tmp_path)
+    assert said.startswith("The plugin 'half' names a loss 'gspo', and another one has this name.")
+
+
+def test_plugin_whose_module_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    install(tmp_path, module="import no_such_module")
+    said = run(FIND, tmp_path)
+    assert "hook agl_objectives of half_plugin names raised ModuleNotFoundError: No module" in said
+    assert "found gspo" == run(FIND, tmp_path, AGL_DISABLED_PLUGINS="half")
 
 
 @loss("patient", aggregation="sequence", trains_silent=True)
@@ -230,6 +244,32 @@ def patient(tokens: TokenBatch) -> LossTerms:
 def test_decorated_function_of_ones_own_says_how_it_trains() -> None:
     entry = find_loss(f"{__name__}:patient").entry
     assert ("sequence", True) == (entry.aggregation, entry.trains_silent)
+
+
+class Doubled(PPOClip):
+    """A subclass of a decorated loss."""
+
+    def __call__(self, tokens: TokenBatch) -> LossTerms:
+        return LossTerms(loss_M=2.0 * super().__call__(tokens).loss_M)
+
+
+@functools.wraps(patient)
+def doubled(tokens: TokenBatch) -> LossTerms:
+    """A wrapper of a decorated loss, which has a copy of its attributes."""
+    return LossTerms(loss_M=2.0 * patient(tokens).loss_M)
+
+
+@pytest.mark.parametrize(("name", "original"), [("Doubled", PPOClip()), ("doubled", patient)])
+def test_subclass_or_wrapper_of_a_decorated_loss_is_a_loss_of_its_own(name: str, original: Loss) -> None:
+    found = find_loss(f"{__name__}:{name}")
+    tokens = example_tokens(0)
+    assert torch.equal(2.0 * original(tokens).loss_M, found.call(tokens).loss_M)
+    assert ("token", False) == (found.entry.aggregation, found.entry.trains_silent)
+
+
+def test_wrapper_around_a_decorated_loss_of_a_plugin_does_not_hide_behind_its_name(tmp_path: Path) -> None:
+    install(tmp_path, module=f"import functools\n{MODULE}half = functools.wraps(half)(lambda tokens: None)\n")
+    assert run(FIND.replace("gspo", "half"), tmp_path).startswith("No loss is named 'half'.")
 
 
 def test_a_module_with_records_imports_no_torch(tmp_path: Path) -> None:

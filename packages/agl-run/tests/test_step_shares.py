@@ -49,7 +49,7 @@ def test_slots_add_up_the_time_that_agents_run() -> None:
     clock.now += 2
     slots.leave()
     clock.now += 2
-    assert (10.0, 14.0) == slots.now()
+    assert (40.0, 14.0) == slots.totals()
 
 
 def test_share_of_idle_slots_counts_the_time_of_collecting_only() -> None:

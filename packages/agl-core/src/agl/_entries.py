@@ -124,6 +124,8 @@ class CommandEntry(Entry, frozen=True, kw_only=True):
     Attributes:
         parent: The ``agl`` command that this one is a subcommand of, such as ``resources``; ``""`` for ``agl`` itself.
             A subcommand of ``export`` is a format, and its factory builds an ``agl_inspect.exports.ExportWriter``.
+            One of ``plugins check`` named ``x`` is a function that gets each plugin module with a hook ``agl_x``, and
+            returns an error by component, ``""`` for none.
     """
 
     parent: str = ""

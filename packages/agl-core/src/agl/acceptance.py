@@ -227,7 +227,9 @@ def mean_interval(values: Sequence[float], *, low: float = 0.0, high: float = 1.
     variance, computed as if `COINS` more values had the largest variance. Values of 0 and 1 have phi = 1 whatever
     `COINS` is.
     """
-    width, n = high - low or 1.0, len(values)  # a range of one number has no width
+    if low == high:
+        return low, high
+    width, n = high - low, len(values)
     shares = [(value - low) / width for value in values]  # in [0, 1]
     mean = fmean(shares)
     # A rounding error beyond an end of the range would make the variance of a coin negative.

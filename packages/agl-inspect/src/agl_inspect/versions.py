@@ -1,6 +1,7 @@
 """Lists, shows and compares versions of resources: text, lineage, labels, scores, rewards and trials."""
 
 import difflib
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,9 +16,9 @@ from agl.errors import NotFoundError
 from agl.hints import count_of, did_you_mean
 from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion, Rollout
 from agl_inspect.records import labels
-from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, TRIAL, group_id_of
+from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, ROUND, TRIAL, group_id_of
 from agl_inspect.records.shelf import Shelf
-from agl_inspect.records.splits import unit_of
+from agl_inspect.records.splits import SERVED, unit_of
 from agl_inspect.records.state import unsaved
 from agl_inspect.records.validations import BEST
 from agl_inspect.searches import Candidate, candidates_of, owner_of
@@ -26,6 +27,8 @@ from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
 from agl_inspect.text import ends
 
 _MANY = 1000
+
+_ROUND = re.compile(rf".+{ROUND}\d+")
 
 LEAST_TASKS = 9
 """The number of common validation tasks from which only these count: fewer cannot give a verdict."""
@@ -173,9 +176,16 @@ def _is_only_tried(version: ResourceVersion, names: dict[str, str]) -> bool:
 async def current(store: Store, name: str) -> tuple[ResourceVersion, str]:
     """Return the version that a resource's bare name means, and the reason as text.
 
-    This is the version that is live in the experiment that began last, else the version with the label ``best``, else
-    the newest. A version that a person published after all others comes before these. Weights that were never saved and
-    versions that were only tried count only if there are no others.
+    This is the first that exists of:
+
+    1. the newest version, if a person published it;
+    2. the version that gateways serve to the largest share of the traffic, see :class:`ServedSplit`;
+    3. the newest version that is live in an experiment, where trials, replays and the rounds of ``agl learn`` do not
+       count: nobody has accepted their versions;
+    4. the version with the label ``best``;
+    5. the newest version.
+
+    Weights that were never saved and versions that were only tried count only if there are no others.
 
     Raises:
         NotFoundError: The resource has no version.
@@ -189,11 +199,29 @@ async def current(store: Store, name: str) -> tuple[ResourceVersion, str]:
     newest, best = published[-1], [v for v in published if v.version == names.get(BEST)]
     if not origin_of(newest):
         return newest, "the newest, published by hand"
-    live = {record.live[name]: record.name for record in await store.experiments() if name in record.live}
-    for version in reversed(published):
-        if version.version in live:
-            return version, f"live in {live[version.version]}"
+    in_use = [await _served(store, name), await _live(store, name)]
+    for reasons in in_use:
+        for version in reversed(published):
+            if version.version in reasons:
+                return version, reasons[version.version]
     return (best[0], "labelled best") if best else (newest, "the newest")
+
+
+async def _served(store: Store, name: str) -> dict[str, str]:
+    """Return the version with the largest share of the served traffic, if there is one, with this as the reason."""
+    split = await SERVED.get(store)
+    if split is None:
+        return {}
+    label = max(split.shares, key=split.shares.__getitem__)
+    version = split.versions.get(label, {}).get(name)
+    return {version: f"served as {label}"} if version else {}
+
+
+async def _live(store: Store, name: str) -> dict[str, str]:
+    """Return the versions that are live in the experiments that people began, each with this as the reason."""
+    # Records of trials and replays name no agent.
+    began = [each for each in await store.experiments() if each.agent and not _ROUND.fullmatch(each.name)]
+    return {record.live[name]: f"live in {record.name}" for record in began if name in record.live}
 
 
 async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) -> dict[str, str]:

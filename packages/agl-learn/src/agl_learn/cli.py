@@ -29,7 +29,7 @@ from agl_inspect.records.learning import (
     ServedUnit,
     learners,
 )
-from agl_inspect.records.splits import SERVED, VARIANTS, ServedSplit, Variant
+from agl_inspect.records.splits import HOSTED, SERVED, VARIANTS, ServedSplit, Variant
 from agl_inspect.stores import MEMORY, build_store, located
 from agl_inspect.terminal.opening import Reading, pass_manager, reads_store
 from agl_inspect.terminal.output import echo, print_table, when
@@ -328,14 +328,23 @@ def end(store: Reading, learner: str | None) -> None:
     """Stop serving the split of a learner that has stopped.
 
     Gateways then choose no versions, as before the learner; the labels stay where they are. If the learner is started
-    again, a replay goes on, and a canary is withdrawn.
+    again, a replay goes on, and a canary is withdrawn. A split with weights can be ended once agl learn host, whose
+    untrained weights would answer, has stopped.
     """
 
     async def work(opened: Store) -> str:
         records = await _records(opened, learner)
         if await opened.presences(f"learner-{records.name}"):
             raise ConfigError(f"the learner {records.name!r} runs, or was killed in the last seconds; stop it first")
-        await opened.save_state({key: b"" for key in SERVED.states({"": ServedSplit(shares={}, versions={})})})
+        hosts = await HOSTED.read(opened)
+        for name in hosts:
+            if await opened.presences(f"host-{name}"):
+                raise ConfigError(
+                    f"the untrained weights of {name!r} would answer from now on; let a server of your own serve the "
+                    "trained ones, and stop agl learn host first"
+                )
+        ended = SERVED.states({"": ServedSplit(shares={}, versions={})}) | HOSTED.states(hosts)
+        await opened.save_state(dict.fromkeys(ended, b""))
         return records.name
 
     name = store.read(work)

@@ -124,7 +124,7 @@ class Learner:
         weights: Sequence[str] = (),
     ) -> None:
         self._store, self._settings, self._settle_s, self._parts = store, settings, settle_s, parts
-        self._weights, self._awaited = weights, ""
+        self._weights, self._awaited = weights, ("", "")
         self.records = LearningRecords(name)
         self._ways: dict[str, Way] = {}
         self._work: asyncio.Task[None] | None = None
@@ -134,9 +134,10 @@ class Learner:
         self._tried: list[dict[str, str]] = []
         self._unsaved: dict[str, bytes] = {}
         self._is_state_saved = True
+        self._is_serving = False
 
     async def start(self, *, versions: Mapping[str, str]) -> None:
-        """Load the state, or begin with these served versions.
+        """Load the state, or begin with these served versions, once a host serves their weights.
 
         Raises:
             ConfigError: Another learner serves the split of the store.
@@ -165,7 +166,13 @@ class Learner:
         for each in reversed(await self._history()):
             if (each.started_at, each.rollout_id) <= counted:
                 self._look_for_fall(each)
-        self._set_split(self.split.shares, self.split.versions, salt=self.split.salt)
+        await self._begin_serving()
+
+    async def _begin_serving(self) -> None:
+        """Serve the split as soon as its weights are hosted; until then gateways serve what they served before."""
+        if await self._are_hosted(self._settings.label, *self.split.versions.values()):
+            self._is_serving = True
+            self._set_split(self.split.shares, self.split.versions, salt=self.split.salt)
         await self._save()
 
     def _leave_ended_split(self, way: Way) -> None:
@@ -179,6 +186,10 @@ class Learner:
         """Count what has settled, move the candidates, and start what is due."""
         control = await self.records.control.get(self._store) or LearnerControl()
         await self._follow_labels()
+        if not self._is_serving:
+            await self._begin_serving()
+        if not self._is_serving:
+            return
         await self._obey(control)
         await self._end_unservable()
         await self._count_settled(control)
@@ -417,13 +428,20 @@ class Learner:
         await self._save()
 
     async def _is_hosted(self, way: Way) -> bool:
-        """Return whether the candidate's weights are served; the canary waits for that."""
-        for name, version in self._weights_of(way).items():
-            if version not in (await self._hosted(name)).models:
-                if self._awaited != way.candidate.id:
-                    self._awaited = way.candidate.id
-                    self._parts.say(f"{way.candidate.id} waits until agl learn host serves {name}@{version}")
-                return False
+        return await self._are_hosted(way.candidate.id, way.candidate.versions)
+
+    async def _are_hosted(self, what: str, *arms: Mapping[str, str]) -> bool:
+        """Return whether a host serves the weights of these arms, or gateways their versions; if not, say so once."""
+        split = await SERVED.get(self._store)
+        for name in self._weights:
+            known = {own.get(name) for own in split.versions.values()} if split is not None else set[str | None]()
+            hosted = (await self._hosted(name)).models
+            for version in {own[name]: None for own in arms if name in own}:
+                if version not in known and version not in hosted:
+                    if self._awaited != (what, version):
+                        self._awaited = what, version
+                        self._parts.say(f"{what} waits until agl learn host serves {name}@{version}")
+                    return False
         return True
 
     def _weights_of(self, way: Way) -> dict[str, str]:
@@ -677,7 +695,8 @@ class Learner:
         self.split = ServedSplit(
             shares=shares, versions=versions, salt=salt, by_user=by_user, learner=self.records.name
         )
-        self._unsaved |= SERVED.states({"": self.split})
+        if self._is_serving:
+            self._unsaved |= SERVED.states({"": self.split})
 
     def _set(self, state: LearnerState) -> None:
         self.state, self._is_state_saved = state, False
@@ -696,6 +715,8 @@ class Learner:
             last = moves[-1] if moves else None
             if last is not None and known is not None and last.moved_at > known:
                 if last.version != self.split.versions[label][name]:
+                    if not await self._are_hosted(label, {name: last.version}):
+                        continue
                     self._follow_person(name, last.version)
             elif last is None or last.version != self.split.versions[label][name]:
                 served = self.split.versions[label][name]

@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from agl.contracts import Store
 from agl.errors import ConfigError, FencedError, NotFoundError, StoreError
-from agl.schemas import PromptTemplate, Resource, ResourceVersion
+from agl.schemas import PromptTemplate, ResourceVersion
 from agl_inspect.ownership import Ownership
 from agl_inspect.records.labels import labelled
 from agl_inspect.retention import parse_duration
@@ -36,7 +36,6 @@ async def run_learner(file: LearnerFile, *, say: Callable[[str], None], stopping
     settle_s = parse_duration(file.settings.settle)
     algorithms = file.config.algorithm
     await check_algorithms(file.plan(file.experiment(file.name, algorithms=algorithms), train=[], val=[]))
-    initial = await asyncio.to_thread(_initial_weights, file)
     parts = Parts(
         traffic=await traffic_of(file),
         proposer=TrainerProposer(file),
@@ -49,7 +48,7 @@ async def run_learner(file: LearnerFile, *, say: Callable[[str], None], stopping
     lock = ExperimentLock(workdir)  # of this machine; the lease keeps out learners elsewhere
     lock.acquire()
     try:
-        await _work(file, parts, settle_s=settle_s, workdir=workdir, initial=initial, stopping=stopping)
+        await _work(file, parts, settle_s=settle_s, workdir=workdir, stopping=stopping)
     finally:
         lock.release()
 
@@ -60,28 +59,22 @@ async def _work(
     *,
     settle_s: float,
     workdir: Path,
-    initial: Mapping[str, Resource],
     stopping: asyncio.Event,
 ) -> None:
     """Take the learner's lease, and let the learner work."""
     say, own = parts.say, Ownership(file.store, f"learner-{file.name}", workdir=workdir, title=f"learner {file.name!r}")
     async with own:
+        weights = [name for name in (file.tuned_policy,) if name]
         learner = Learner(
-            own.store, name=file.name, settings=file.settings, settle_s=settle_s, parts=parts, weights=tuple(initial)
+            own.store, name=file.name, settings=file.settings, settle_s=settle_s, parts=parts, weights=weights
         )
-        await learner.start(versions=await first_versions(file, initial))
+        await learner.start(versions=await first_versions(file))
         served = ", ".join(f"{name}@{version}" for name, version in learner.split.versions[file.settings.label].items())
         say(f"learning as {file.name!r}; {file.settings.label} is {served}")
         try:
             await _tick(learner, say=say, stopping=stopping, every_s=min(max(settle_s / 4, 0.2), SLOWEST_S))
         finally:
             await learner.stop()
-
-
-def _initial_weights(file: LearnerFile) -> dict[str, Resource]:
-    """Return the tuned policy's own weights by its name; raises as `policy_of`. The policy is not started."""
-    policy = policy_of(file)
-    return {} if policy is None else {file.tuned_policy: policy.resource()}
 
 
 async def _tick(learner: Learner, *, say: Callable[[str], None], stopping: asyncio.Event, every_s: float) -> None:
@@ -102,20 +95,21 @@ async def _tick(learner: Learner, *, say: Callable[[str], None], stopping: async
                 await stopping.wait()
 
 
-async def first_versions(file: LearnerFile, initial: Mapping[str, Resource]) -> dict[str, str]:
+async def first_versions(file: LearnerFile) -> dict[str, str]:
     """Return the version of each tuned resource from which the learner starts.
 
     That is the version with the learner's label, or else the newest one, or else what the file says, which is
-    published: the policy's ``initial`` weights, or the text.
+    published: the policy's initial weights, or the text.
     """
-    return {name: await _first_version(file, name, initial.get(name)) for name in file.settings.tunes}
+    return {name: await _first_version(file, name) for name in file.settings.tunes}
 
 
-async def _first_version(file: LearnerFile, name: str, initial: Resource | None) -> str:
+async def _first_version(file: LearnerFile, name: str) -> str:
     found = await labelled(file.store, name, file.settings.label) or await _newest(file.store, name)
     if found is not None:
         return found.version
-    resource = initial or _written(file.config, name)
+    is_policy = name == file.tuned_policy
+    resource = (await asyncio.to_thread(policy_of, file)).resource() if is_policy else _written(file.config, name)
     version = ResourceVersion(name=name, version=f"{file.name}-{name}-initial", resource=resource)
     await file.store.publish([version])
     return version.version
@@ -128,7 +122,7 @@ async def _newest(store: Store, name: str) -> ResourceVersion | None:
         return None
 
 
-def _written(config: ExperimentConfig, name: str) -> Resource:
+def _written(config: ExperimentConfig, name: str) -> PromptTemplate:
     given = config.resource.get(name)
     if given is None or given.template is None:
         raise ConfigError(

@@ -28,6 +28,7 @@ from agl.contracts import ExperimentRecord
 from agl.errors import AglError, ConfigError, NotFoundError, RunError, StoreError
 from agl.schemas import Json, Record, Resource, Weights, to_json
 from agl_inspect.records.learning import LearningRound, entry_name
+from agl_inspect.records.names import ROUND
 from agl_inspect.records.state import load_experiment
 from agl_learn.contracts import Conversation, Proposal
 from agl_learn.settings import LearnerFile
@@ -75,7 +76,7 @@ class TrainerProposer:
         self, train: Sequence[Conversation], *, live: Mapping[str, str], number: int
     ) -> Sequence[Proposal]:
         """Run round ``number`` to its end, and return the versions that it found; an error ends the round."""
-        name = f"{self._file.name}-learn-{number}"
+        name = f"{self._file.name}{ROUND}{number}"
         self._learned = "\n".join(text for each in train for text in _words(each))
         try:
             tasks = await self._begin(name, number, train, live=live)

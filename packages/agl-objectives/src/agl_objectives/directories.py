@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["damage", "prune", "require_safetensors", "step_directory", "write_directory"]
 
 _CHECKSUMS = "checksums.sha256"
-"""File with the SHA-256 of every other file of a directory, in the format of `sha256sum`."""
+"""File with the SHA-256 of the other files of a directory, in the format of `sha256sum`."""
+
+_CARD = "README.md"
+"""The model card, which people and `agl data export` rewrite."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)  # of the disk, of the user's quota
 
@@ -92,10 +95,10 @@ def damage(directory: Path, *, state: str = _CHECKSUMS, suffix: str = "") -> str
 
 
 def _checksums(directory: Path) -> str:
-    """Return a line for each file below `directory` except the checksums themselves."""
+    """Return a line for each file below `directory` except the model card and the checksums themselves."""
     lines: list[str] = []
     for path in sorted(directory.rglob("*")):
-        if path.is_file() and path != directory / _CHECKSUMS:
+        if path.is_file() and path not in (directory / _CHECKSUMS, directory / _CARD):
             with path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             lines.append(f"{found}  {path.relative_to(directory).as_posix()}\n")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FoundEstimator",
     "FoundLoss",
+    "check_plugin",
     "checked_terms",
     "estimators",
     "find_estimator",
@@ -103,15 +104,34 @@ def estimators() -> list[EstimatorEntry]:
     return list(_all(EstimatorEntry).values())
 
 
+def check_plugin(plugin: Any) -> dict[str, str]:
+    """Try the losses and estimators of a plugin module with their default parameters, as `agl plugins check` does.
+
+    Returns the error of each by `loss NAME` or `estimator NAME`, "" if it works. Raises ConfigError if a module of the
+    plugin cannot be imported, or if another plugin has the same name.
+    """
+    found: dict[str, str] = {}
+    for kind, record, attempt in ("loss", LossEntry, try_loss), ("estimator", EstimatorEntry, try_estimator):
+        if plugin is not own:
+            _all(record)
+        for entry in _named_by(plugin, record):
+            found[key := f"{kind} {entry.name}"] = ""
+            factory: Any = entry.factory
+            settings = inspect.signature(factory).parameters.values()  # also those that are not keyword-only
+            params = {each.name: each.default for each in settings if isinstance(each.default, str | int | float)}
+            try:
+                attempt(entry.name, _built(kind, entry, params))
+            except AglError as error:
+                found[key] = str(error)
+    return found
+
+
 def _entry(kind: str, name: str, record: type[E]) -> E:
     if ":" in name:
         found = _imported(kind, name)
-        entry = getattr(found, MARK, None)
-        return (
-            msgspec.structs.replace(entry, name=name) if isinstance(entry, record) else record(name=name, factory=found)
-        )
-    ours = {entry.name: entry for entry in _named_by(own, record)}
-    known = ours if name in ours else _all(record)  # ours are found without loading other plugins
+        entry = _mark(found, record) or record(name=name, factory=found)
+        return msgspec.structs.replace(entry, name=name)
+    known = _all(record)
     if name in known:
         return known[name]
     near = did_you_mean(name, known)
@@ -122,7 +142,9 @@ def _entry(kind: str, name: str, record: type[E]) -> E:
 
 
 def _all(record: type[E]) -> dict[str, E]:
-    """Return all entries by name, ours first; raises ConfigError for a name that two plugins give."""
+    """Return all entries by name, ours first; raises ConfigError for a name that two plugins give, and for a plugin
+    whose modules cannot be imported.
+    """
     found = {entry.name: entry for entry in _named_by(own, record)}
     for status in PluginManager.from_environment().status():
         module = sys.modules.get(status.module) if status.state == "loaded" else None
@@ -139,15 +161,27 @@ def _all(record: type[E]) -> dict[str, E]:
 
 def _named_by(plugin: Any, record: type[E]) -> list[E]:
     """Return the entries of what is decorated in the modules of a plugin, in the order of their definition."""
-    values = [value for name in plugin.agl_objectives() for value in vars(importlib.import_module(name)).values()]
-    return [entry for value in values if isinstance(entry := getattr(value, MARK, None), record)]
+    try:
+        modules = [importlib.import_module(name) for name in plugin.agl_objectives()]
+    except Exception as error:
+        message = f"Importing the modules that the hook agl_objectives of {plugin.__name__} names raised"
+        raise ConfigError(f"{message} {type(error).__name__}: {error}; correct it, or disable the plugin.") from error
+    values = [value for module in modules for value in vars(module).values()]
+    return [entry for value in values if (entry := _mark(value, record))]
+
+
+def _mark(found: Any, record: type[E]) -> E | None:
+    """Return the entry with which `found` itself is decorated; a subclass or a wrapper also carries the original's."""
+    entry = getattr(found, MARK, None)
+    return entry if isinstance(entry, record) and entry.factory is found else None
 
 
 def _built(kind: str, entry: Entry, params: Mapping[str, Any]) -> Any:
     factory: Any = entry.factory
     taken = _checked(f"the {kind} {entry.name!r}", factory, params)
     # An instance of a class is the loss or the estimator; a function is one itself, with its parameters as keywords.
-    return factory(**taken) if inspect.isclass(factory) else partial(factory, **taken)
+    bound = partial(factory, **taken)
+    return _called(kind, entry.name, bound) if inspect.isclass(factory) else bound
 
 
 def _imported(kind: str, name: str) -> Any:
@@ -194,7 +228,7 @@ _ESTIMATOR = "return Estimates(found_S=..., unit_S=...) with one number each for
 
 
 def try_loss(name: str, loss: Loss) -> None:
-    """Call a loss once; raises ConfigError if it fails, lacks a finite number for a token, or has no gradient."""
+    """Call a loss once; raises ConfigError if it fails, or lacks a finite number or gradient for a token."""
     logp_M = torch.tensor([-0.2, -1.0, -0.5, -2.0, -0.1, -0.7], requires_grad=True)
     old_M = logp_M.detach() + torch.tensor([0.0, 0.1, -0.1, 0.0, 0.2, -0.3])
     tokens = TokenBatch(
@@ -214,6 +248,12 @@ def try_loss(name: str, loss: Loss) -> None:
         raise ConfigError(
             f"The loss {name!r} returned numbers without a gradient, from which nothing is learnt; compute them from "
             "tokens.logp_M by operations of torch, without detach() or item()."
+        )
+    (gradient_M,) = _called("loss", name, lambda: torch.autograd.grad(terms.loss_M.sum(), logp_M))
+    if not bool(torch.isfinite(gradient_M).all()):
+        raise ConfigError(
+            f"The loss {name!r} has the gradient {_shown(gradient_M)} for six tokens, of which the first and the "
+            "fourth have the ratio 1; one NaN would spread to all weights, so change what has no derivative there."
         )
 
 

@@ -66,14 +66,19 @@ async def prune(search: SearchTools, step: int) -> None:
         shown = without_demonstrations(best.demonstrations, {name: (key,)})
         words = f"without {key!r}"
         shorter = search.proposal([best], texts, step=step, operator="delete", critique=words, demonstrations=shown)
-        child = await search.screen(shorter, best)
-        if child is None:  # the rest breaks a rule, or the best candidate has already beaten it
+        if shorter.id == best.id:  # an earlier deletion took this change along
+            continue
+        known = search.lineage.get(shorter.id)
+        child = known if known is not None and known.status == "pool" else await search.screen(shorter, best)
+        if child is None:  # the rest breaks a rule, or has lost too often
             continue
         won = await contest(search, [child], best, step=step, purpose=f"prune{number}", may_tie=True)
         if not search.evaluator.scores.rewards(child.id, "val"):  # infrastructure broke all of it
             return
         if not won:
             search.progress.proven.setdefault(name, []).append(key)
+            if child.status == "pool":  # the race has called it beaten; it remains a parent
+                search.lineage.put(child)
 
 
 def _unproven(search: SearchTools) -> list[tuple[str, str]]:

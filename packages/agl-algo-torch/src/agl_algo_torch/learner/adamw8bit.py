@@ -62,15 +62,17 @@ class AdamW8bit(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.tensor(0.0)
             for name in _CODES:
-                state |= _encode(name, torch.zeros_like(parameter, dtype=torch.float32).view(-1))
+                state |= _encode(name, _flat(torch.zeros_like(parameter, dtype=torch.float32)))
         state["step"] += 1
-        weights, slopes = parameter.detach().view(-1), _flat(parameter.grad)
+        weights, slopes = _flat(parameter.detach()), _flat(parameter.grad)
         for start in range(0, len(weights), _AT_ONCE):
             own = slice(start, start + _AT_ONCE)
             blocks = slice(start // _BLOCK, (start + _AT_ONCE) // _BLOCK)
             part = {name: state[name][own] for name in _CODES}
             part |= {name + _SCALE: state[name + _SCALE][blocks] for name in _CODES}
             _move(weights[own], slopes[own].float(), part, group, update=int(state["step"]))
+        if not parameter.is_contiguous():  # then `weights` is a copy
+            parameter.copy_(weights.view(parameter.shape))
 
 
 def _move(weights: Tensor, slopes: Tensor, state: dict[str, Tensor], group: dict[str, Any], *, update: int) -> None:

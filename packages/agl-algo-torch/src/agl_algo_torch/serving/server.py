@@ -152,8 +152,10 @@ class PolicyServer:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         """Answer with the numbers that vLLM's servers give under these names, in Prometheus' text format."""
-        state = self._engine.snapshot()
-        lines = [f"policy:num_requests_{name} {state[name]}\n" for name in ("running", "waiting")]
+        states = [engine.snapshot() for engine in list(self._engines.values())]
+        lines = [
+            f"policy:num_requests_{name} {sum(state[name] for state in states)}\n" for name in ("running", "waiting")
+        ]
         return web.Response(text="".join(lines))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:

@@ -85,7 +85,7 @@ def export(
 
     --span, --agent and --kind select the spans that --format spans writes, from the deciding attempts. With --format
     text, json, python, model, merged or gguf, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label; by
-    default the version that is live, else the best, else the newest is written.
+    default the present version is written, see agl resources list.
     """
     if form in (*_OF_RESOURCES, *OF_WEIGHTS):
         _export_resources(manager, store_url, rollout_ids, form, output)

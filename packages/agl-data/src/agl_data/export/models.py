@@ -3,6 +3,7 @@
 Adapters are merged by the plugin that registers the format ``merged``, because that needs the model's library.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -89,8 +90,12 @@ async def model_card(store: Store, found: ShownVersion) -> str:
     lineage = [version, *(versions[name] for name in found.ancestors)]
     trained = [one for one in lineage if one.algorithm]
     origin = next((one for one in lineage if not one.algorithm), lineage[-1])
-    base = origin.resource.uri if isinstance(origin.resource, Weights) else ""
-    facts = {"base model": base, "algorithm": " after ".join(dict.fromkeys(one.algorithm for one in trained))}
+    uri = origin.resource.uri if isinstance(origin.resource, Weights) else ""
+    base = _hub_name(uri)
+    facts = {
+        "base model": base or Path(uri).name,
+        "algorithm": " after ".join(dict.fromkeys(one.algorithm for one in trained)),
+    }
     metrics: list[Metric] = []
     for record in await store.experiments():
         runs = range(1, record.run + 1)
@@ -116,6 +121,13 @@ async def model_card(store: Store, found: ShownVersion) -> str:
             "",
         ]
     )
+
+
+def _hub_name(uri: str) -> str:
+    """Return a model's name on the hub, also for a folder of the hub's cache; ``""`` for other folders."""
+    if cached := re.search(r"(?:^|/)models--([^/]+)/snapshots/", uri):
+        return cached[1].replace("--", "/", 1)
+    return "" if Path(uri).is_absolute() or uri.startswith(".") else uri
 
 
 def _is_made_by(version: ResourceVersion, experiment: str, run: int) -> bool:

@@ -6,7 +6,8 @@ a model, and can only select among the configured addresses.
 
 A host of weights (`agl learn host`) serves several versions of a policy at one address, and records their models in the
 store. It unloads a version whose arm has ended. Conversations that began in that arm continue with the version of the
-arm with the largest share, and are recorded with it. The same holds for calls without a version.
+arm with the largest share, and are recorded with it. The same holds for calls without a version, and for variants whose
+weights nobody serves. While a host lacks a version, its calls end with an error; its base weights never answer instead.
 """
 
 import logging
@@ -102,27 +103,34 @@ class ArmRoutes:
         """Return the destination of a call whose model name selects ``target``.
 
         Raises:
-            Problem: 503 if no upstream serves the version that the split chose, or if the store does not answer, the
-                rollout's arm is unknown, and several upstreams serve the policy.
+            Problem: 503 if no upstream serves the version that the split chose, or any version of a policy with a host;
+                or if the store does not answer, the rollout's arm is unknown, and the policy has several versions.
         """
         name = policy_of(target.upstream)
         pinned = await self._pins(rollout_id)
+        wanted = version = pinned.resources.get(name, "") if pinned is not None else ""
+        is_hosted = await self._hosted_versions(name, wanted) is not None
         if pinned is None:
-            if len([each for each in self._targets if policy_of(each.upstream) == name]) > 1:
+            if is_hosted or len([each for each in self._targets if policy_of(each.upstream) == name]) > 1:
                 raise store_away(f"it is not known which of the versions of {name!r} serves this rollout")
             return CallRoute(target=target)
-        version = await self._version(name, pinned.resources.get(name, ""))
-        if not version:
-            return CallRoute(target=target, arm=pinned.arm)
-        found = await self._find_upstream(name, version)
-        if found is not None:
-            return CallRoute(target=found[0], model=found[1], version=version, arm=pinned.arm)
-        if name in pinned.chosen:
+        found = await self._find_upstream(name, wanted)
+        if found is None and is_hosted:
+            version = await self._shared_version(name, wanted)
+            found = await self._find_upstream(name, version)
+        if version and found is None and (is_hosted or name in pinned.chosen):
             raise Problem(503, _unserved_message(name, version), code="version_not_served")
+        if wanted and not pinned.chosen and (found is None or version != wanted):
+            self._warn(pinned.arm, name, wanted)
+        if found is None:
+            return CallRoute(target=target, arm=pinned.arm)
+        return CallRoute(target=found[0], model=found[1], version=version, arm=pinned.arm)
+
+    def _warn(self, arm: str, name: str, version: str) -> None:
+        """Log, once for a version, that others serve in its place."""
         if (name, version) not in self._missed:
             self._missed.add((name, version))
-            _log.warning("%s, which is pinned, gets another: %s", pinned.arm, _unserved_message(name, version))
-        return CallRoute(target=target, arm=pinned.arm)
+            _log.warning("%s, which is pinned, gets another: %s", arm, _unserved_message(name, version))
 
     def on_changes(self, changes: Sequence[Change]) -> None:
         """Drop finished rollouts from the cache; the arm of others does not change."""
@@ -148,11 +156,12 @@ class ArmRoutes:
                 if is_model and await self._find_upstream(name, version) is None:
                     raise ConfigError(_unserved_message(name, version))
 
-    async def _version(self, name: str, pinned: str) -> str:
-        """Return the version for a call: the pinned one unless a host has unloaded it, because its arm has ended."""
-        hosted = await self._hosted_versions(name, pinned)
-        if hosted is None or pinned in hosted.models:
-            return pinned
+    async def _shared_version(self, name: str, pinned: str) -> str:
+        """Return the version of the arm with the largest share, or ``pinned`` if it belongs to an arm.
+
+        It takes the place of a variant's version that nobody serves, and of one that a host has unloaded because its
+        arm has ended.
+        """
         split = await self._outage.unless(lambda: SERVED.get(self._store), lambda: None)
         arms = {label: own.get(name, "") for label, own in split.versions.items()} if split else {}
         if split is None or pinned in arms.values():
@@ -162,7 +171,7 @@ class ArmRoutes:
     async def _hosted_versions(self, name: str, version: str) -> HostedVersions | None:
         """Return what the policy's host serves, ``None`` without a host; read again if ``version`` is missing."""
         read_at, known = self._hosted.get(name, (-FRESH_S, None))
-        is_missing = known is not None and version not in known.models
+        is_missing = bool(version) and known is not None and version not in known.models
         if self._has_hosts and (is_missing or time.monotonic() - read_at >= FRESH_S):
             known = await self._outage.unless(lambda: HOSTED.get(self._store, name), lambda: known)
             self._hosted[name] = time.monotonic(), known
@@ -174,6 +183,8 @@ class ArmRoutes:
         An upstream configured for the version comes first, then the policy's host, then the backend that the version's
         LLM resource names.
         """
+        if not version:
+            return None
         own = [target for target in self._targets if policy_of(target.upstream) == name]
         for target in own:
             if target.upstream.model_version == version:

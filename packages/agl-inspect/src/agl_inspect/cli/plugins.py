@@ -3,12 +3,13 @@
 ``list`` and ``show`` import no component; ``check`` imports every one to find those that do not work.
 """
 
+import sys
 from threading import Timer
 
 import click
 
 from agl import PluginManager
-from agl.contracts import Kind, PluginStatus
+from agl.contracts import CommandEntry, Kind, PluginStatus
 from agl.errors import AglError, MissingExtraError, PluginError, UnknownComponentError
 from agl.hints import count_of, did_you_mean
 from agl.schemas import Record
@@ -78,18 +79,22 @@ def check(ctx: click.Context, manager: PluginManager, name: str | None, as_json:
     """Import every component and report errors.
 
     A missing method is such an error. If there are any, the exit status is 1. A component whose extra is not installed
-    is listed, but is not an error.
+    is listed, but is not an error. Losses and estimators are also called once.
     """
     statuses = [_named(manager, name)] if name else manager.status()
-    findings = [finding for status in statuses for finding in _findings(manager, status)]
+    found = [finding for status in statuses for finding in (*_findings(manager, status), *_tried(manager, status))]
+    sound = [finding.component for finding in found if not finding.error]
+    findings = [finding for finding in found if finding.error]
     findings += [_unmatched(entry) for entry in manager.unmatched if not name]
     if as_json:
         print_json(findings)
     for finding in findings if not as_json else ():
         click.echo(f"{finding.plugin}: {'optional: ' if finding.is_optional else ''}{finding.error}")
+    if sound and not as_json:
+        click.echo(f"tried: {', '.join(sound)}")
     is_wrong = any(not finding.is_optional for finding in findings)
     if not is_wrong and not as_json:
-        components = sum(len(status.components) for status in statuses)
+        components = sum(len(status.components) for status in statuses) + len(sound)
         click.echo(f"{count_of(len(statuses), 'plugin')} with {count_of(components, 'component')}: all well")
     ctx.exit(1 if is_wrong else 0)
 
@@ -106,13 +111,29 @@ def _findings(manager: PluginManager, status: PluginStatus) -> list[PluginProble
         try:
             manager.check(manager.entry(kind, name))
         except AglError as error:
-            is_optional = isinstance(error, MissingExtraError)
-            found.append(
-                PluginProblem(plugin=status.name, component=component, error=str(error), is_optional=is_optional)
-            )
+            found.append(_problem(status, component, error))
         finally:
             slow.cancel()
     return found
+
+
+def _tried(manager: PluginManager, status: PluginStatus) -> list[PluginProblem]:
+    """Run the checks below ``plugins check`` for which the plugin has a hook; a component that works has no error."""
+    found: list[PluginProblem] = []
+    module = sys.modules.get(status.module) if status.state == "loaded" else None
+    for check in manager.entries("command"):
+        if isinstance(check, CommandEntry) and check.parent == "plugins check" and hasattr(module, f"agl_{check.name}"):
+            try:
+                errors: dict[str, str] = manager.resolve(check)(module)
+                found += [PluginProblem(plugin=status.name, component=key, error=errors[key]) for key in errors]
+            except AglError as error:
+                found.append(_problem(status, check.name, error))
+    return found
+
+
+def _problem(status: PluginStatus, component: str, error: AglError) -> PluginProblem:
+    is_optional = isinstance(error, MissingExtraError)
+    return PluginProblem(plugin=status.name, component=component, error=str(error), is_optional=is_optional)
 
 
 def _unmatched(name: str) -> PluginProblem:

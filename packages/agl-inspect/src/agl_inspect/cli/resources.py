@@ -71,9 +71,11 @@ def resources() -> None:
 def list_(store: Reading, name: str | None, candidates: bool, why: bool) -> None:
     """List the present versions of resources, or all versions of NAME.
 
-    The present version is the one that is live, else the one with the label best, else the newest. Commands take it for
-    a NAME without a version. All versions are listed from the oldest to the newest. Weights that were only served from
-    memory are marked "not saved".
+    The present version is the newest one if a person published it, else the one that gateways serve to most traffic,
+    else the newest that is live in an experiment, else the one with the label best, else the newest. Trials, replays
+    and rounds of agl learn do not make a version live. Commands take the present version for a NAME without a version.
+    All versions are listed from the oldest to the newest. Weights that were only served from memory are marked "not
+    saved".
 
     With --why, list every candidate that a prompt search made for NAME, including candidates refused before they ran:
     its parents, its origin, the decision and its reason, and the rollouts and questions to the optimiser's model that
@@ -109,7 +111,7 @@ def _list_candidates(store: Reading, name: str | None) -> None:
 def show_(store: Reading, name: str, version: str | None) -> None:
     """Show a version of NAME with its lineage and labels.
 
-    VERSION is a version, a label or a candidate; by default the version that is live, else the best, else the newest.
+    VERSION is a version, a label or a candidate; by default the present version, see agl resources list.
 
     For a version that a prompt search made, also show the candidate: the critique behind it, the rollouts that its
     critic saw, every check and race with its numbers, the decision, and the costs.

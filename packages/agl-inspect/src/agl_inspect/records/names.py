@@ -21,6 +21,9 @@ PROMPT_TRIAL = "-try"
 FORKS = "-fork"
 """Suffix of the experiment name under which ``agl replay --fork`` records forks."""
 
+ROUND = "-learn-"
+"""Text between the name and the number in the experiment name of a round of ``agl learn``."""
+
 ORIGIN = "agl resources try"
 """Value of the metadata key ``origin`` in versions that ``agl resources try`` has published."""
 

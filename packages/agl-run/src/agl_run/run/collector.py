@@ -112,9 +112,9 @@ class Collector:
             rollouts = [as_greedy(rollout, self._tunes) for rollout in rollouts]
         # Two readings of the same clock, so that idle slots are measured over exactly this request.
         observed, slots = Observed(), self._running.worker.slots
-        began, taken_before = slots.now()
+        offered_before, taken_before = slots.totals()
         episodes = await self.run(rollouts, observed=observed)
-        ended, taken_after = slots.now()
+        offered_after, taken_after = slots.totals()
         # Validation counts every rollout: one that failed is a zero, and dropping it would flatter
         # the policy.
         kept, dropped = await self._select(episodes, step=step) if trains or greedy else (episodes, {})
@@ -127,7 +127,7 @@ class Collector:
             episodes=episodes,
             kept=kept,
             observed=observed,
-            slot_s=slots.count * (ended - began),
+            slot_s=offered_after - offered_before,
             taken_s=taken_after - taken_before,
         )
         for observer in self._observers:

@@ -18,8 +18,17 @@ from agl_run.plan import Plan
 from agl_run.watch.agreement import UNATTRIBUTED, UNSEEN, describe, refusal
 from agl_run.watch.failures import RolloutCounts
 
-_TOO_LONG = re.compile(r"HTTP status 4\d\d: .*(context|too long|number of tokens)", re.IGNORECASE | re.DOTALL)
-"""Matches the refusals of a request that does not fit into a model's context, by the words of several servers."""
+_TOO_LONG = re.compile(
+    r"HTTP status (400|413): .*("
+    r"model's context|context (length|window|size)|maximum context|maximum model length|input token count"
+    r"|prompt is too long|request entity too large)",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Matches the refusals of a request that does not fit into a model's context.
+
+The words are those of our own servers, OpenAI, Anthropic, Google, vLLM, SGLang, llama.cpp and nginx. A refused key or
+rate may mention contexts and tokens too, but has another status.
+"""
 
 
 def training_reward(
@@ -47,9 +56,10 @@ def training_reward(
 
 
 def has_overflowed(episode: Episode) -> bool:
-    """Return true if the last selected call was cut at a token limit, or refused because it did not fit the context."""
+    """Return true if a rollout failed whose last selected call was cut at a token limit or did not fit the context."""
     calls = [call for call in episode.transitions if call.reject not in ("not_selected", "superseded", "late")]
-    return bool(calls) and (calls[-1].is_truncated or bool(_TOO_LONG.match(calls[-1].detail)))
+    is_failed = episode.rollout.status == "failed"
+    return is_failed and bool(calls) and (calls[-1].is_truncated or bool(_TOO_LONG.match(calls[-1].detail)))
 
 
 class EpisodeSelection(Record, frozen=True, kw_only=True):

@@ -5,9 +5,10 @@ and they become old while they wait. The servers' own numbers tell which is the 
 the policy ``torch`` has the requests that run and wait, and that of the first two the share of the KV cache in use.
 
 The limit grows while it binds and hardly a request waits: it doubles until a server was full once, and grows by one
-sixteenth from then on. A KV cache that is nearly full holds it. It shrinks to nine tenths while more than a tenth of
-the rollouts wait, but only once the rollouts at once have come down to it: a step that has not taken effect yet says
-nothing. A short queue stays, because it keeps a server busy while agents use their tools.
+sixteenth from then on. A KV cache that is nearly full holds it. It shrinks to nine tenths while the requests that wait
+are more than a tenth of those that run, but only once the rollouts at once have come down to it: a step that has not
+taken effect yet says nothing. A short queue stays, because it keeps a server busy while agents use their tools. Both
+numbers are the servers' own, so that requests of other workers count on both sides.
 ``[runner] concurrency`` bounds the limit, and thereby how many rollouts are under way when new weights are published.
 """
 
@@ -17,12 +18,13 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import httpx
 
 from agl.contracts import Upstream
 from agl.schemas import Record
+from agl.urls import without_credentials
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -36,125 +38,142 @@ START = 8
 """Rollouts at once in the beginning."""
 
 QUEUE = 0.1
-"""Share of the rollouts whose requests may wait."""
+"""Requests that may wait, as a share of the requests that run."""
 
 FULL = 0.9
 """Share of a KV cache from which on it counts as full."""
 
-_SAMPLE = re.compile(r"^\w+:(\w+)(?:\{[^}]*\})? ([-+\d.eE]+)$", re.MULTILINE)
 _WAITING = ("num_requests_waiting", "num_queue_reqs")
+_RUNNING = ("num_requests_running", "num_running_reqs")
 _CACHE = ("kv_cache_usage_perc", "gpu_cache_usage_perc", "token_usage")
+# A collector between server and reader may have replaced the colon by an underscore.
+_SAMPLE = re.compile(
+    rf"^\w+[:_]({'|'.join((*_WAITING, *_RUNNING, *_CACHE))})(?:\{{[^}}]*\}})? ([-+\d.eE]+)$", re.MULTILINE
+)
+
+
+class Load(Record, frozen=True, kw_only=True):
+    """The load of the model servers: all requests that wait and run, and the fullest KV cache, from 0 to 1."""
+
+    waiting: float = 0.0
+    running: float = 0.0
+    cache: float = 0.0
 
 
 class Slots:
-    """Counts the running agents, and sums their running time.
+    """Counts the running agents, and sums their time and that of the slots.
 
     Args:
         count: The number of agents that may run at once; 0 if other machines run all agents.
+        is_adaptive: Whether the number begins at ``START`` and follows the servers' load; see :meth:`fit`.
         clock: Returns monotonic seconds.
 
     Attributes:
-        most: The number at the start, which the count never exceeds.
+        most: The largest number of agents at once.
+        count: The number of agents that may run at once now.
         taken: The number of agents that are running.
     """
 
-    def __init__(self, count: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.count = self.most = count
-        self.taken = 0
+    def __init__(self, count: int, *, is_adaptive: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most, self.taken = count, 0
+        self.count = min(START, count) if is_adaptive else count
+        self._was_full = False
         self._clock = clock
         self._since = clock()
-        self._total_s = 0.0
+        self._offered_s = self._taken_s = 0.0
 
     @property
     def free(self) -> int:
         """The number of further agents that may start."""
         return self.count - self.taken
 
-    def now(self) -> tuple[float, float]:
-        """Return the current time, and the total seconds for which all agents together have run until now."""
+    def totals(self) -> tuple[float, float]:
+        """Return the slot-seconds that were offered until now, and those in which agents ran."""
         now = self._clock()
-        # An integral over time, brought up to date at each change.
-        self._total_s += self.taken * (now - self._since)
+        # Integrals over time, brought up to date at each change.
+        self._offered_s += self.count * (now - self._since)
+        self._taken_s += self.taken * (now - self._since)
         self._since = now
-        return now, self._total_s
+        return self._offered_s, self._taken_s
 
     def take(self) -> None:
         """Count an agent that starts."""
-        self.now()
+        self.totals()
         self.taken += 1
 
     def leave(self) -> None:
         """Count an agent that has ended."""
-        self.now()
+        self.totals()
         self.taken -= 1
 
+    def resize(self, count: int) -> None:
+        """Change the number of agents at once, within 1 and ``most``."""
+        self.totals()
+        self.count = max(1, min(self.most, count))
 
-class Load(Record, frozen=True, kw_only=True):
-    """The load of the model servers: all requests that wait, and the fullest KV cache, from 0 to 1."""
-
-    waiting: float = 0.0
-    cache: float = 0.0
-
-
-class Limit:
-    """The number of rollouts at once, at most ``ceiling``."""
-
-    def __init__(self, ceiling: int) -> None:
-        self.ceiling, self.count = ceiling, min(START, ceiling)
-        self._was_full = False
-
-    def update(self, load: Load, *, taken: int) -> int:
-        """Return the new limit, from the servers' load and the number of rollouts that run."""
-        if load.waiting > QUEUE * taken:
+    def fit(self, load: Load) -> None:
+        """Fit the number to the servers' load."""
+        if load.waiting > QUEUE * load.running:
             self._was_full = True
-            if taken <= self.count:
-                self.count = max(1, int(self.count * 0.9))
-        elif taken >= self.count and load.cache <= FULL:
-            step = max(1, self.count // 16) if self._was_full else self.count
-            self.count = min(self.ceiling, self.count + step)
-        return self.count
+            if self.taken <= self.count:
+                self.resize(int(self.count * 0.9))
+        elif self.taken >= self.count and load.cache <= FULL:
+            self.resize(self.count + (max(1, self.count // 16) if self._was_full else self.count))
 
 
-def load_of(texts: Sequence[str]) -> Load:
+def load_of(texts: Iterable[str]) -> Load:
     """Return the load that the servers' ``/metrics`` show, in the text format of Prometheus."""
     found = defaultdict[str, list[float]](list)
     for name, value in (sample for text in texts for sample in _SAMPLE.findall(text)):
         found[name].append(float(value))
-    waiting = [value for name in _WAITING for value in found[name]]
-    return Load(waiting=sum(waiting), cache=max([value for name in _CACHE for value in found[name]], default=0.0))
+    waiting, running, cache = (
+        [value for name in names for value in found[name]] for names in (_WAITING, _RUNNING, _CACHE)
+    )
+    return Load(waiting=sum(waiting), running=sum(running), cache=max(cache, default=0.0))
 
 
 async def adapt(slots: Slots, upstreams: Sequence[Upstream], *, changed: Callable[[], None]) -> None:
-    """Fit ``slots.count`` to the servers' load until cancelled; ``changed`` is called after each reading.
+    """Fit ``slots`` to the servers' load until cancelled; ``changed`` is called after each reading.
 
-    A server without ``/metrics`` is not asked again; while one does not answer, the number stays.
+    A server without ``/metrics`` is not asked again. One that does not answer has no say until it does.
     """
-    limit = Limit(slots.count)
-    slots.count = limit.count
-    servers: list[tuple[str, str]] = []
-    for upstream in upstreams:
-        servers += [(url, upstream.api_key_env) for url in (upstream.base_url, *upstream.replicas)]
+    servers: dict[str, str] = _servers(upstreams)
+    silent = set[str]()
     async with httpx.AsyncClient(timeout=ANSWER_S) as client:
         while servers:
-            texts = await asyncio.gather(*(_metrics(client, url, key_env=key) for url, key in servers))
-            servers = [server for server, text in zip(servers, texts, strict=True) if text is not None]
-            if "" not in texts:
-                load = load_of([text for text in texts if text is not None])
-                slots.count = limit.update(load, taken=slots.taken)
+            texts = await asyncio.gather(*(_metrics(client, url, key_env=key) for url, key in servers.items()))
+            found = {url: text for url, text in zip(servers, texts, strict=True) if text is not None}
+            servers = {url: servers[url] for url in found}
+            for url in [url for url, text in found.items() if not text and url not in silent]:
+                silent.add(url)
+                shown = without_credentials(url)
+                _LOG.warning("%s does not answer: is_adaptive does without its load until it does", shown)
+            if any(found.values()):
+                slots.fit(load_of(found.values()))
             changed()
             await asyncio.sleep(POLL_S)
-    slots.count = limit.ceiling
+    slots.resize(slots.most)
     changed()
     _LOG.warning("is_adaptive has no effect, because no model server has /metrics: %d rollouts at once", slots.count)
 
 
-async def _metrics(client: httpx.AsyncClient, base_url: str, *, key_env: str) -> str | None:
+def _servers(upstreams: Sequence[Upstream]) -> dict[str, str]:
+    """Return each server's address of metrics once, with the variable of its key."""
+    return {
+        url.rstrip("/").removesuffix("/v1") + "/metrics": upstream.api_key_env
+        for upstream in upstreams
+        for url in (upstream.base_url, *upstream.replicas)
+    }
+
+
+async def _metrics(client: httpx.AsyncClient, url: str, *, key_env: str) -> str | None:
     """Return a server's metrics; ``""`` if it does not answer, and ``None`` if it names no waiting requests."""
     headers = {"Authorization": f"Bearer {os.environ.get(key_env, '')}"} if key_env else {}
     try:
-        answer = await client.get(base_url.rstrip("/").removesuffix("/v1") + "/metrics", headers=headers)
+        answer = await client.get(url, headers=headers)
     except httpx.HTTPError:
         return ""
-    if answer.is_server_error:  # it starts, or sleeps
+    if answer.is_server_error or answer.status_code == 429:  # it starts, sleeps, or is busy
         return ""
-    return answer.text if answer.is_success and any(name in answer.text for name in _WAITING) else None
+    has_queue = any(name in _WAITING for name, _ in _SAMPLE.findall(answer.text))
+    return answer.text if answer.is_success and has_queue else None

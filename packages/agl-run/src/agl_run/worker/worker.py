@@ -70,7 +70,7 @@ class Worker:
         self._context, self._runner, self._finished, self._cache = context, runner, finished, cache
         self._is_adaptive, self._name = is_adaptive, worker_name()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self.slots = Slots(context.concurrency)
+        self.slots = Slots(context.concurrency, is_adaptive=is_adaptive)
         self._is_careful = False
         self._free = asyncio.Event()
         self._warnings = RepeatedWarnings()

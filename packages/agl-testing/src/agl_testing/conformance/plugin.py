@@ -12,9 +12,11 @@ from typing import ClassVar, get_args
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from agl import PluginManager
 from agl.contracts import Entry, Kind
+from agl_inspect.terminal.program import cli
 from agl_testing.conformance._base import Conformance, require
 
 NAME = re.compile(r"[a-z][a-z0-9-]*")
@@ -109,6 +111,12 @@ class PluginConformance(Conformance):
         manager = PluginManager.from_environment(strict=True, environ={})
         names = [point.name for point in self._entry_points()]
         assert {"loaded"} == {status.state for status in manager.status() if status.name in names}
+
+    def test_agl_plugins_check_finds_no_error(self) -> None:
+        require(self.is_installed, "is_installed", "plugin")
+        for point in self._entry_points():
+            done = CliRunner().invoke(cli, ["plugins", "check", point.name])
+            assert 0 == done.exit_code, done.output
 
     def _entry_points(self) -> list[EntryPoint]:
         found = [point for point in entry_points(group=GROUP) if point.value == self.module]
