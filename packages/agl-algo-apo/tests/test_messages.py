@@ -193,4 +193,6 @@ def test_demonstrations_in_messages_teach_what_no_feedback_says(optimize: Optimi
     drawn = [row for row in run.lineage if row.get("operator") == "demonstrate"]
     for row in drawn:
         assert [each["rollout"] for each in row["demonstrations"]["clerk_prompt"]] == row["journal"]["evidence"]
-        assert ["static checks", "trial on failures of its parent"] == [c["name"] for c in row["journal"]["checks"][:2]]
+        checks = [check["name"] for check in row["journal"]["checks"]]
+        begun = 1 if row["status"] == "proposed" else 2  # the search may end before a trial
+        assert ["static checks", "trial on failures of its parent"][:begun] == checks[:2]

@@ -20,7 +20,7 @@ from agl_store_sqlite._store import SQLiteStore
 from .archive.conftest import record, record_context
 
 MANAGER = PluginManager.from_environment()
-OF_RUNS = [name for name in FORMATS if name not in ("text", "json", "python", "model")]
+OF_RUNS = [name for name in FORMATS if name not in ("text", "json", "python", "model", "gguf")]
 EXPORTS = [("data", "export", "--format", name) for name in (*OF_RUNS, *(each.name for each in formats_of(MANAGER)))]
 READS = [
     *(("runs", *more) for more in ((), ("--sort", "reward"), ("--sort", "finished"), ("--experiment", "sums"))),

@@ -100,7 +100,7 @@ def test_last_words_name_the_live_version_where_a_newer_one_was_given_up() -> No
     assert (f"agl resources show prompt {live}", f"agl data export prompt@{live} --format json") == (show, export)
     assert "0.95" in agl_(*show.split()[1:])
     assert "0.95" in agl_(*export.split()[1:])
-    assert "0.05" in agl_("resources", "show", "prompt")
+    assert "0.95" in agl_("resources", "show", "prompt")
 
 
 def run(*words: str) -> Result:

@@ -150,7 +150,7 @@ def test_group_key_is_looked_for_in_every_task(tmp_path: Path) -> None:
         (section(validation_limit=-1), "experiment.validation_limit is -1; write the most validation tasks, 0 for all"),
         (section(group_key="qq"), "group_key is 'qq', which task 1 of train lacks: {'q': 1}; did you mean 'q'"),
         (section(on_collapse="stop"), "on_collapse is 'stop', and only validations between the steps show a collapse"),
-        (section(penalty=-1.0), 'penalty is ignored unless failed or missing_reward is "penalise"'),
+        (section(penalty=-1.0, failed="drop"), "penalty is ignored if failed and missing_reward are"),
         ({"schedule": {"every": 4}}, "schedule.every is ignored in mode 'sequential'"),
         ({"runner": {"concurrency": -1}}, "must be at least 1, or 0 to leave"),
         ({"runner": {"timeout_s": 0.0}}, "above 0 seconds"),

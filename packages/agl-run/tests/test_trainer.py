@@ -115,7 +115,7 @@ def test_adapter_says_whose_calls_train_where_the_algorithm_does_not() -> None:
         ({"algorithms": ["apo"]}, "unknown argument 'algorithms'; did you mean 'algorithm'"),
         ({"seed": "three"}, 'experiment.seed is "three"; write a whole number'),
         ({"schedule": "paralel"}, 'schedule.mode is "paralel"; write one of sequential, alternate, concurrent'),
-        ({"failed": "ignore"}, 'experiment.failed is "ignore"; write one of drop, penalise'),
+        ({"failed": "ignore"}, 'experiment.failed is "ignore"; write one of overflow, drop, penalise'),
         (
             {"runner": agl_run.runner(retry_on="lst")},
             r'runner.retry_on is \["lst"\]; write an array of failed or timeout',
