@@ -318,8 +318,8 @@ def types(session: nox.Session) -> None:
     ]
     extras = ("agl-data[parquet,zstd]", "agl-sinks[mlflow,otlp,tensorboard,wandb]")
     tools = environment(session, [*ours(*LIGHT, *PLUGINS, *extras), *dict.fromkeys(plugins), "nox>=2025.2.9", MUTMUT])
-    # call_path.py looks into values of any type, and imports what only an example has.
-    own = [str(path) for path in ROOT.glob("tools/*.py") if path.name != "call_path.py"]
+    # call_path.py looks into values of any type, and imports what only an example has; figures.py needs torch.
+    own = [str(path) for path in ROOT.glob("tools/*.py") if path.name not in ("call_path.py", "figures.py")]
     sources = (f"packages/{name}/src" for name in (*LIGHT, *PLUGINS))
     check_types(session, tools, *sources, "tests/typing", "tools/mutants", *own)
 
