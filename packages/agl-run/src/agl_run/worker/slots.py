@@ -17,10 +17,13 @@ import logging
 import os
 import re
 import time
+from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-
-import httpx
+from http.client import HTTPException
+from urllib.error import HTTPError
+from urllib.parse import unquote, urlsplit
+from urllib.request import Request, urlopen
 
 from agl.contracts import Upstream
 from agl.schemas import Record
@@ -139,19 +142,18 @@ async def adapt(slots: Slots, upstreams: Sequence[Upstream], *, changed: Callabl
     """
     servers: dict[str, str] = _servers(upstreams)
     silent = set[str]()
-    async with httpx.AsyncClient(timeout=ANSWER_S) as client:
-        while servers:
-            texts = await asyncio.gather(*(_metrics(client, url, key_env=key) for url, key in servers.items()))
-            found = {url: text for url, text in zip(servers, texts, strict=True) if text is not None}
-            servers = {url: servers[url] for url in found}
-            for url in [url for url, text in found.items() if not text and url not in silent]:
-                silent.add(url)
-                shown = without_credentials(url)
-                _LOG.warning("%s does not answer: is_adaptive does without its load until it does", shown)
-            if any(found.values()):
-                slots.fit(load_of(found.values()))
-            changed()
-            await asyncio.sleep(POLL_S)
+    while servers:
+        texts = await asyncio.gather(*(asyncio.to_thread(_metrics, url, key_env=key) for url, key in servers.items()))
+        found = {url: text for url, text in zip(servers, texts, strict=True) if text is not None}
+        servers = {url: servers[url] for url in found}
+        for url in [url for url, text in found.items() if not text and url not in silent]:
+            silent.add(url)
+            shown = without_credentials(url)
+            _LOG.warning("%s does not answer: is_adaptive does without its load until it does", shown)
+        if any(found.values()):
+            slots.fit(load_of(found.values()))
+        changed()
+        await asyncio.sleep(POLL_S)
     slots.resize(slots.most)
     changed()
     _LOG.warning("is_adaptive has no effect, because no model server has /metrics: %d rollouts at once", slots.count)
@@ -166,14 +168,18 @@ def _servers(upstreams: Sequence[Upstream]) -> dict[str, str]:
     }
 
 
-async def _metrics(client: httpx.AsyncClient, url: str, *, key_env: str) -> str | None:
+def _metrics(url: str, *, key_env: str) -> str | None:
     """Return a server's metrics; ``""`` if it does not answer, and ``None`` if it names no waiting requests."""
-    headers = {"Authorization": f"Bearer {os.environ.get(key_env, '')}"} if key_env else {}
+    user, at, _ = urlsplit(url).netloc.rpartition("@")
+    given = (
+        f"Bearer {os.environ.get(key_env, '')}" if key_env else f"Basic {b64encode(unquote(user).encode()).decode()}"
+    )
+    headers = {"Authorization": given} if key_env or at else {}
     try:
-        answer = await client.get(url, headers=headers)
-    except httpx.HTTPError:
+        with urlopen(Request(without_credentials(url), headers=headers), timeout=ANSWER_S) as answer:
+            text = answer.read().decode(errors="replace")
+    except HTTPError as error:
+        return "" if error.code == 429 or error.code >= 500 else None  # it starts, sleeps, or is busy
+    except (OSError, HTTPException):
         return ""
-    if answer.is_server_error or answer.status_code == 429:  # it starts, sleeps, or is busy
-        return ""
-    has_queue = any(name in _WAITING for name, _ in _SAMPLE.findall(answer.text))
-    return answer.text if answer.is_success and has_queue else None
+    return text if any(name in _WAITING for name, _ in _SAMPLE.findall(text)) else None
