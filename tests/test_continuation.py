@@ -257,7 +257,7 @@ def test_a_resumed_run_names_the_settings_that_changed(fit: Callable[..., Any]) 
     fit(a=1)
     fit(a=2, breaks={"a": 9}, section={"penalty": -1.0, "failed": "penalise"}, resume=True, progress=said)
     assert [
-        'a: continues after step 1 with other settings: experiment.failed "penalise" (was "drop"), '
+        'a: continues after step 1 with other settings: experiment.failed "penalise" (was "overflow"), '
         "experiment.penalty -1.0 (was 0.0), steps 2 (was 1), breaks_at 9 (was 0)"
     ] == said.lines[:1]
 

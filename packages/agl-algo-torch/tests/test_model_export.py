@@ -114,7 +114,7 @@ def test_model_card_names_base_run_data_and_curve(store: str, model_dir: Path, t
     assert "0.7500" not in card  # a later step
 
 
-@pytest.mark.parametrize("uri", ["Org/Tiny-1B", "/home/ann/.cache/huggingface/hub/models--Org--Tiny-1B/snapshots/0a1b"])
+@pytest.mark.parametrize("uri", ["Org/Tiny-1B", "/data/ann/.cache/huggingface/hub/models--Org--Tiny-1B/snapshots/0a1b"])
 def test_model_card_names_a_base_of_the_hub(uri: str) -> None:
     start = ResourceVersion(name="small", version="initial", resource=Weights(uri=uri))
     shown = ShownVersion(version=start, labels=[], ancestors=[])
