@@ -103,6 +103,9 @@ def theirs(mode: str, actor: dict[str, Any], policy_loss: dict[str, Any], *, ten
 @given(masks=rows, seed=seeds)
 def test_losses_and_their_gradients_are_those_of_verl(name: str, masks: list[list[bool]], seed: int) -> None:
     ours, params, mode, actor, policy_loss = LOSSES[name]
+    assume(
+        name != "kl-cov" or len(masks) > 1
+    )  # one advantage gives all tokens the same covariance, and any may be taken
     mask_B_R, old_B_R, change_B_R, advantages_B_R = draw(masks, seed)
     logp_B_R = (old_B_R + change_B_R).requires_grad_()
     found = registry.find_loss(ours, params)

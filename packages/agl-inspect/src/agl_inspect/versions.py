@@ -178,7 +178,7 @@ async def current(store: Store, name: str) -> tuple[ResourceVersion, str]:
 
     This is the first that exists of:
 
-    1. the newest version, if a person published it;
+    1. the newest version, if a person published it, or promoted it after agl resources try;
     2. the version that gateways serve to the largest share of the traffic, see :class:`ServedSplit`;
     3. the newest version that is live in an experiment, where trials, replays and the rounds of ``agl learn`` do not
        count: nobody has accepted their versions;
@@ -197,7 +197,7 @@ async def current(store: Store, name: str) -> tuple[ResourceVersion, str]:
     saved = [v for v in versions if (name, v.version) not in lost]
     published = [v for v in saved if not _is_only_tried(v, names)] or saved or versions
     newest, best = published[-1], [v for v in published if v.version == names.get(BEST)]
-    if not origin_of(newest):
+    if origin_of(newest) in ("", ORIGIN):
         return newest, "the newest, published by hand"
     in_use = [await _served(store, name), await _live(store, name)]
     for reasons in in_use:
