@@ -152,11 +152,10 @@ def progress_of(folder: Path, use: str) -> dict[str, Any]:
     return asyncio.run(read())
 
 
-def test_killed_search_with_a_source_goes_on_with_the_failures_that_the_source_paid_for(tmp_path: Path) -> None:
+def test_killed_search_with_a_source_goes_on_and_reads_no_step_of_it_again(tmp_path: Path) -> None:
     with model_server(noisy(2), ScriptedOptimizer()) as server:
 
         def run(folder: str, *, code: int = 0, **params: Any) -> None:
-            # Small steps, so that the first prompt is still the best one, and its shared failures count, at the kill.
             params |= {"source": "payer", "gradient_batch_size": 2, "branch_factor": 1}
             end(start(tmp_path / folder, server.base_url, use="apo", **params), code=code)
 
@@ -164,7 +163,7 @@ def test_killed_search_with_a_source_goes_on_with_the_failures_that_the_source_p
         whole = what_was_left(tmp_path / "whole", "apo")
         everything = len((tmp_path / "whole/started.txt").read_text().splitlines())
         run("parts", budget=160, last=everything - 75, code=-9)
-        assert progress_of(tmp_path / "parts", "apo")["shared"]
+        assert {"payer": 4} == progress_of(tmp_path / "parts", "apo")["shared_steps"]
         run("parts", budget=160)
         assert whole[:3] == what_was_left(tmp_path / "parts", "apo")[:3]
         run("parts", budget=240)
