@@ -14,7 +14,7 @@ pytest.importorskip("openai", exc_type=ImportError)
 
 import msgspec
 
-from agl.contracts import FORK, TRAINS, ForkPlan, RolloutQuery, Upstream, fork_of, trains
+from agl.contracts import FORK, TRAINED_POLICIES, ForkPlan, RolloutQuery, Upstream, fork_of, trains
 from agl.schemas import Rollout, to_json
 from agl_inspect.terminal.program import cli
 from agl_replay.forking import ForkedRollout, ForkReport, judged
@@ -171,7 +171,7 @@ def test_models_sample_for_a_fork_as_in_the_mode_of_its_recorded_rollout(mode: A
 
 
 def test_models_that_did_not_train_on_the_recorded_rollout_sample_for_a_fork_as_the_agent_asks() -> None:
-    recorded = Rollout(rollout_id="r", task={}, mode="train", metadata={TRAINS: ["main"]})
+    recorded = Rollout(rollout_id="r", task={}, mode="train", metadata={TRAINED_POLICIES: ["main"]})
     again = Rollout(rollout_id="f", task={}, mode="test")
     fork = as_fork(again, ForkPlan(rollout_id="r", span_id="s"), of=recorded, metadata={})
     assert [True, False] == [trains(fork, name) for name in ("main", "judge")]

@@ -17,7 +17,7 @@ REPLAY = "replay"
 FORK = "fork"
 """Key in a rollout's metadata of the :class:`ForkPlan`."""
 
-TRAINS = "agl.trains"
+TRAINED_POLICIES = "agl.trains"
 """Key in a training rollout's metadata of the names of the policies that train on the rollout."""
 
 REPLAY_VERSION = "replay:"
@@ -104,14 +104,14 @@ def fork_of(rollout: Rollout) -> ForkPlan | None:
 def trains(rollout: Rollout, policy: str) -> bool:
     """Return true if a policy in training trains on a rollout, so that its sampling rules apply to its calls.
 
-    A training rollout that names no policies (:data:`TRAINS`) trains every policy. A replay or fork is sampled as the
+    A training rollout that names no policies (:data:`TRAINED_POLICIES`) trains every policy. A replay or fork is sampled as the
     recorded rollout was.
     """
     try:
         again = fork_of(rollout) or replay_of(rollout)
     except AglError:  # metadata of the user's own
         again = None
-    named = rollout.metadata.get(TRAINS)
+    named = rollout.metadata.get(TRAINED_POLICIES)
     mode = rollout.mode if again is None else again.mode
     return mode == "train" and (not isinstance(named, list) or policy in named)
 

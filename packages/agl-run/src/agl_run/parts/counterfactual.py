@@ -9,7 +9,7 @@ from agl.contracts import (
     FORK,
     REPLAY,
     REPLAY_VERSION,
-    TRAINS,
+    TRAINED_POLICIES,
     AnyPlan,
     CounterfactualCredit,
     Credit,
@@ -151,7 +151,7 @@ class Replays:
 def as_fork(rollout: Rollout, plan: ForkPlan, *, of: Rollout, metadata: Mapping[str, Json]) -> Rollout:
     """Turn a rollout into a fork of ``of``; it gets one attempt, because another one would diverge in the same way."""
     retry = replace(rollout.retry, max_attempts=1)
-    trains = {TRAINS: of.metadata[TRAINS]} if TRAINS in of.metadata else {}
+    trains = {TRAINED_POLICIES: of.metadata[TRAINED_POLICIES]} if TRAINED_POLICIES in of.metadata else {}
     fork = to_builtins(replace(plan, mode=of.mode))
     return replace(rollout, retry=retry, metadata={**metadata, **trains, FORK: fork})
 

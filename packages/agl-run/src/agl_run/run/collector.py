@@ -12,7 +12,7 @@ import msgspec
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import (
     REPLAY,
-    TRAINS,
+    TRAINED_POLICIES,
     Collected,
     CounterfactualCredit,
     Credit,
@@ -88,7 +88,7 @@ class Collector:
         self._log = log
         self._selection = selection_of(plan, algorithm)
         self._tunes = algorithm.tunes if algorithm else ()
-        self._trains: Mapping[str, Json] = {TRAINS: plan.policies_trained_on(algorithm)} if algorithm else {}
+        self._trains: Mapping[str, Json] = {TRAINED_POLICIES: plan.policies_trained_on(algorithm)} if algorithm else {}
         self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
 
     async def __call__(
