@@ -33,8 +33,8 @@ TOKEN = "a client token of the benchmarks alone"
 RATE = 40.0
 WARM_S, TURN_S = 2, 12
 ROUNDS = 5
-TRAINED_POLICIES = "agl learn that trains and replays"
-CASES = {"no learner": 0, "agl learn that only counts": 1_000_000_000, TRAINED_POLICIES: 40}
+TRAINS = "agl learn that trains and replays"
+CASES = {"no learner": 0, "agl learn that only counts": 1_000_000_000, TRAINS: 40}
 """After how many conversations the learner of each case learns."""
 
 
@@ -247,7 +247,7 @@ def compared(found: Mapping[str, list[Turn]]) -> list[Figure]:
     for name in list(found)[1:]:
         ratios = _ratio(found, name)
         title = f"p99 ratio, {name}, {ratios[0]:.2f} to {ratios[-1]:.2f} in {len(ratios)} rounds"
-        bar = 1.2 if name == TRAINED_POLICIES else None
+        bar = 1.2 if name == TRAINS else None
         figures.append(Figure(name=title, value=statistics.median(ratios), unit="", bar=bar, better="lower"))
         cpu = statistics.median([turn.cpu for turn in found[name]])
         figures.append(Figure(name=f"CPU of {name}", value=100 * cpu, unit="%"))
