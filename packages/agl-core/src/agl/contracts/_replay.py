@@ -104,8 +104,8 @@ def fork_of(rollout: Rollout) -> ForkPlan | None:
 def trains(rollout: Rollout, policy: str) -> bool:
     """Return true if a policy in training trains on a rollout, so that its sampling rules apply to its calls.
 
-    A training rollout that names no policies (:data:`TRAINED_POLICIES`) trains every policy. A replay or fork is sampled
-    as the recorded rollout was.
+    A training rollout that names no policies (:data:`TRAINED_POLICIES`) trains every policy. A replay or fork follows
+    the recorded rollout.
     """
     try:
         again = fork_of(rollout) or replay_of(rollout)
