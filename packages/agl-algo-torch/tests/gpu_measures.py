@@ -7,7 +7,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,10 @@ from agl_algo_torch.learner.quantized import quantized_layers
 from agl_inspect.forecast.costs import Training, memory_of
 from agl_inspect.forecast.models import ModelShape
 from agl_objectives.settings import Compute, Lora, Optim
+from benchmarks._gpu_generation import device_of, seconds
 from benchmarks._harness import Figure, table
 
 GIB = 2**30
-
-
-def device_of(options: argparse.Namespace) -> torch.device:
-    return torch.device("cpu" if options.is_small else "cuda")
-
-
-def seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of an action, with everything that it queued on the device."""
-    started = time.perf_counter()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def learner_of(

@@ -129,7 +129,7 @@ class User:
         self._url, self._token, self._name = url, token, name
 
     def converse(self, number: int, *, wish: str) -> str:
-        """Ask a question and rate the answer, which is returned; raises :class:`OSError` if there is none."""
+        """Ask a question, rate the answer and return it; raises :class:`OSError` if no answer comes."""
         talk = {"x-agl-conversation-id": f"talk-{number}", "x-agl-user-id": self._name}
         messages = [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}]
         body = {"model": "small", "messages": messages, "max_tokens": 1}

@@ -115,7 +115,7 @@ def test_several_versions_are_served_at_once_as_adapters(base, make_weights):
         assert [0.25, 0.75] == pytest.approx([scores[0] - scores[1], scores[0] - scores[2]])
         await policy.serve_versions(versions[:2])
         assert ["main_llm", "main_llm@v1"] == await client.models()
-        with pytest.raises(PolicyError, match=r"v3 is not an adapter of .*only as adapters"):
+        with pytest.raises(ConfigError, match=r"v3 is not an adapter of .*only as adapters"):
             await policy.serve_versions([published(make_weights("full", shift=0.5), "v3")])
 
     run(policy, act)

@@ -57,5 +57,5 @@ def agl_commands() -> Iterable[CommandEntry]:
         name="variant",
         parent="resources",
         factory="agl_gateway.cli.split:variant",
-        summary="Give one user or one agent a version of its own.",
+        summary="Give a user or an agent its own version, or list these.",
     )

@@ -22,7 +22,7 @@ class Conversation(Record, frozen=True, kw_only=True, omit_defaults=False):
         kind: The kind of the task.
         question: What the user asked first.
         answer: The last answer.
-        said: The user's replies and reports, and the findings of the signals, in words; never a judge's text.
+        said: The text of the user's replies and reports, and of what the signals found; never a judge's text.
         reward: The reward from 0 to 1 that its feedback gives; ``None`` if there is no feedback.
         is_explicit: Whether the reward is what the user reported, such as a thumb.
         numbers: Measurements for the guards: ``latency`` in seconds and ``cost`` in tokens, both per question, and of

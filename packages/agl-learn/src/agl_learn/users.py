@@ -91,7 +91,7 @@ _Block = Mapping[str, _Own]
 
 
 def contradicting(conversations: Iterable[Conversation], tried: Sequence[Mapping[str, str]] = ()) -> dict[str, str]:
-    """Map each user whose ratings contradict the other users' ratings to the reason, in words.
+    """Map each user whose ratings contradict the other users' ratings to the reason, as text.
 
     Only ratings by the users themselves are compared, and only with those of other users. Users whom a candidate harms
     contradict those whom it does not harm, so users who agree with the others about all versions but those in

@@ -1,4 +1,4 @@
-"""A candidate on its way: its observations, the gates that they fed, and what the gates say in words."""
+"""A candidate on its way: its observations, the gates that they fed, and the sentences about these."""
 
 from collections.abc import Mapping, Sequence
 
@@ -113,7 +113,7 @@ def harm_in(gates: Mapping[str, Gate]) -> str:
 
 
 def harm_words(gate: Gate) -> str:
-    """Return the evidence of harm in words."""
+    """Describe the evidence of harm."""
     return f"{odds_text(gate.evidence_of_harm)} for harm after {count_of(gate.count, 'unit')}"
 
 
@@ -123,7 +123,7 @@ def doubt(gate: Gate) -> str:
 
 
 def title_of(gate: str) -> str:
-    """Return the name of a gate in words."""
+    """Return what a gate found, such as ``worse in the canary``."""
     kind, _, name = gate.partition("-")
     if kind == "guard":
         return f"{name} got worse in the canary"

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import msgspec
 
 from agl.contracts import ServedModel
-from agl.errors import PolicyError
+from agl.errors import ConfigError, PolicyError
 from agl.schemas import ResourceVersion, Weights, WeightsProbe
 from agl_vllm.client import ServerClient
 from agl_vllm.relay import TokenRelay
@@ -172,8 +172,8 @@ class VLLMPolicy:
         there under the same names may be other weights, and are replaced; under other names they stay.
 
         Raises:
-            PolicyError: A version is neither an adapter of the servers' full weights nor these weights, or a server
-                refuses it or serves other weights afterwards.
+            ConfigError: A version is neither an adapter of the servers' full weights nor these weights.
+            PolicyError: A server refuses a version, or serves other weights afterwards.
         """
         models = [self._model_of(each) for each in versions]
         wanted = {model: each for model, each in zip(models, versions, strict=True) if model != self._base_name}
@@ -188,7 +188,7 @@ class VLLMPolicy:
         if weights == self._full:
             return self._base_name
         if weights.format != "lora" or weights.base_model != self._full.uri:
-            raise PolicyError(
+            raise ConfigError(  # loading it again cannot help
                 f"policy {self.name!r}: {version.version} is not an adapter of {self._full.uri}, and vLLM serves "
                 'several versions only as adapters; train with lora, or set use = "torch"'
             )

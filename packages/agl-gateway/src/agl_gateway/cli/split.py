@@ -37,6 +37,7 @@ _CONDITIONS = frozenset({"min_gain", "ends", "reason"})
 """The parameters of the command that have an effect only with ``--promote``."""
 
 _MISSING = "an arm has no rewards yet"
+_UNSPLIT = "the store has no split of agl learn, so only gateways with --split serve this"
 
 
 @click.command("split")
@@ -191,7 +192,7 @@ def variant(store: Reading, name: str | None, version: str | None, user: str, ag
         )
     whose = f"user:{user}" if user else f"agent:{agent}"
 
-    async def work(opened: Store) -> Variant:
+    async def work(opened: Store) -> tuple[Variant, list[str]]:
         known = await VARIANTS.get(opened, whose) or Variant(versions={})
         if remove and name not in known.versions:
             raise NotFoundError("variant", f"{name} for {whose}", "agl resources variant lists the variants")
@@ -200,15 +201,8 @@ def variant(store: Reading, name: str | None, version: str | None, user: str, ag
         changed = Variant(versions={**others, **own})
         states = VARIANTS.states({whose: changed})
         await opened.save_state(states if changed.versions else dict.fromkeys(states, b""))
-        return changed
+        is_served = remove or await SERVED.get(opened) is not None
+        return changed, [] if is_served else [_UNSPLIT]
 
-    made = store.read(work)
-    note = [] if remove else store.read(_unsplit_note)
+    made, note = store.read(work)
     store.show(made, lambda: [f"{name} for {whose}: {made.versions.get(name, 'the shared version')}", *note])
-
-
-async def _unsplit_note(store: Store) -> list[str]:
-    """Return a line if the store has no split, without which gateways serve no variants."""
-    if await SERVED.get(store):
-        return []
-    return ["the store has no split of agl learn, so only gateways with --split serve this"]

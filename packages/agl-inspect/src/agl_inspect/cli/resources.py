@@ -262,7 +262,7 @@ def promote(
             f"--if-better, or leave out {names}"
         )
 
-    async def work(opened: Store) -> tuple[LabelMove, str]:
+    async def moved(opened: Store) -> tuple[LabelMove, str]:
         found = await shown(opened, name, version)
         if not found.is_saved:
             raise ConfigError(
@@ -282,8 +282,11 @@ def promote(
         numbers = _better(old, new, error=share, gain=min_gain, span=span)
         return await labels.move(opened, name, label, chosen, reason=reason or numbers), numbers
 
-    made, numbers = store.read(work)
-    note = store.read(lambda opened: _served_note(opened, made))
+    async def work(opened: Store) -> tuple[LabelMove, str, list[str]]:
+        made, numbers = await moved(opened)
+        return made, numbers, await _served_note(opened, made)
+
+    made, numbers, note = store.read(work)
     store.show(made, lambda: [f"{name}: {label} is now {made.version}{f' ({numbers})' if numbers else ''}", *note])
 
 
@@ -296,8 +299,12 @@ def rollback(store: Reading, name: str, label: str) -> None:
 
     Each repetition goes one version further back.
     """
-    made = store.read(lambda opened: labels.move_back(opened, name, label))
-    note = store.read(lambda opened: _served_note(opened, made))
+
+    async def work(opened: Store) -> tuple[LabelMove, list[str]]:
+        made = await labels.move_back(opened, name, label)
+        return made, await _served_note(opened, made)
+
+    made, note = store.read(work)
     store.show(made, lambda: [f"{name}: {label} is now {made.version} ({made.reason})", *note])
 
 
