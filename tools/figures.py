@@ -18,7 +18,7 @@ from agl_objectives.registry import find_estimator, find_loss
 from tools.public import ROOT
 
 FOLDER = ROOT / "docs" / "images" / "objectives"
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 200, 46, 10, 12, 34
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 200, 46, 20, 12, 34
 BLUE, RED, GREY = "#1f6feb", "#cf222e", "#8c959f"
 Points = Sequence[tuple[float, float]]
 
