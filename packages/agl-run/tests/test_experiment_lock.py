@@ -98,7 +98,7 @@ def test_second_trainer_in_one_process_waits_for_the_release_of_the_first(tmp_pa
     first.release()
     first.release()
     second.acquire()
-    with pytest.raises(ConfigError, match="use another"):
+    with pytest.raises(ConfigError, match="wait for it, or stop it"):
         first.acquire()
     second.release()
 

@@ -63,11 +63,11 @@ async def run_host(file: LearnerFile, *, port: int, say: Callable[[str], None], 
     name, has_key = file.tuned_policy, bool(os.environ.get(POLICY_KEY_ENV))
     if not name:
         raise ConfigError(f"learn.{file.name}.tunes has no policy, and texts need no host")
-    workdir = file.folder / file.config.experiment.workdir / f"{name}-host"
-    lock = ExperimentLock(workdir)  # of this machine; the lease keeps out hosts elsewhere
+    workdir, title = file.folder / file.config.experiment.workdir / f"{name}-host", f"the host of {name!r}"
+    lock = ExperimentLock(workdir, title=title)  # of this machine; the lease keeps out hosts elsewhere
     lock.acquire()
     try:
-        async with Ownership(file.store, f"host-{name}", workdir=workdir, title=f"the host of {name!r}") as own:
+        async with Ownership(file.store, f"host-{name}", workdir=workdir, title=title) as own:
             policy = await asyncio.to_thread(policy_of, file, port=port)
             try:
                 url, key = await _start(policy, has_key=has_key)

@@ -45,7 +45,9 @@ async def run_learner(file: LearnerFile, *, say: Callable[[str], None], stopping
         say=say,
     )
     workdir = file.folder / file.config.experiment.workdir / f"{file.name}-learner"
-    lock = ExperimentLock(workdir)  # of this machine; the lease keeps out learners elsewhere
+    lock = ExperimentLock(
+        workdir, title=f"the learner {file.name!r}"
+    )  # of this machine; the lease keeps out learners elsewhere
     lock.acquire()
     try:
         await _work(file, parts, settle_s=settle_s, workdir=workdir, stopping=stopping)

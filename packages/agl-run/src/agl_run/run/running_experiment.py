@@ -494,9 +494,14 @@ class ExperimentLock:
     The system releases the lock even after a kill. A process id in a file could mislead instead, because a restarted
     container reuses ids; the holder's id is written to such a file only for people to read. The lock protects one
     machine (see :class:`Ownership` for others), and child processes of the holder do not hold it.
+
+    Args:
+        workdir: The folder of the lock.
+        title: A name for messages, of what may run only once.
     """
 
-    def __init__(self, workdir: Path) -> None:
+    def __init__(self, workdir: Path, *, title: str = "this experiment") -> None:
+        self._title = title
         self._holder = workdir / "trainer.pid"
         self._file = workdir / "trainer.lock"
         self._lock = FileLock(self._file, timeout=0, thread_local=False, fallback_to_soft=False)
@@ -514,9 +519,7 @@ class ExperimentLock:
         # The lock belongs to an open file, not to a process id, so a holder that was killed never
         # blocks this.
         except Timeout:
-            raise ConfigError(
-                f"{self._who()} runs this experiment already; wait for it, stop it, or use another [experiment] name"
-            ) from None
+            raise ConfigError(f"{self._who()} runs {self._title} already; wait for it, or stop it") from None
         except OSError as error:
             raise ConfigError(
                 f"{self._file} cannot be locked ({error.strerror or error}), so that nothing would keep a second "
