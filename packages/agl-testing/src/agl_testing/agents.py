@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from io import FileIO
 from typing import Any
 
 import agl
@@ -34,9 +34,10 @@ async def behave_async(task: dict[str, Any]) -> Any:
     await asyncio.sleep(0)
     if task["do"] == "hang":
         deadline = time.monotonic() + HANG_S
-        while time.monotonic() < deadline:
-            _beat(task)
-            await asyncio.sleep(BEAT_S)
+        with _beats(task) as file:
+            while time.monotonic() < deadline:
+                file.write(b".")
+                await asyncio.sleep(BEAT_S)
     return BEHAVIOURS[task["do"]](task)
 
 
@@ -86,14 +87,15 @@ def _search(task: dict[str, Any]) -> list[str]:
 
 def _hang(task: dict[str, Any]) -> None:
     deadline = time.monotonic() + HANG_S
-    while time.monotonic() < deadline:
-        _beat(task)
-        time.sleep(BEAT_S)
+    with _beats(task) as file:
+        while time.monotonic() < deadline:
+            file.write(b".")
+            time.sleep(BEAT_S)
 
 
-def _beat(task: dict[str, Any]) -> None:
-    with Path(task["beats"]).open("ab") as file:
-        file.write(b".")
+def _beats(task: dict[str, Any]) -> FileIO:
+    """Open the file of beats, once for all of them: a runner that stops a thread may interrupt it while it opens one."""
+    return FileIO(task["beats"], "ab")
 
 
 BEHAVIOURS: dict[str, Callable[[dict[str, Any]], Any]] = {

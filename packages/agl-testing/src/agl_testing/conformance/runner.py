@@ -274,7 +274,7 @@ async def _no_resources(rollout: Rollout) -> NamedResources:
 
 async def _first_beat(beats: Path) -> None:
     async with asyncio.timeout(20):
-        while not beats.exists():
+        while not beats.exists() or not beats.stat().st_size:
             await asyncio.sleep(0.01)
 
 
