@@ -94,7 +94,7 @@ def _hang(task: dict[str, Any]) -> None:
 
 
 def _beats(task: dict[str, Any]) -> FileIO:
-    """Open the file of beats, once for all of them: a runner that stops a thread may interrupt it while it opens one."""
+    """Open the file of beats, once for all: a runner that stops a thread may interrupt it while it opens one."""
     return FileIO(task["beats"], "ab")
 
 
