@@ -35,8 +35,8 @@ from worlds.customers import PROMPT, Customers, settings
 
 Result = TypeVar("Result")
 
-RUNS, SEEDS, POISONED = 200, 20, 10
-"""Runs of harm and drop, of drift, obedience and forgetting, and of each poison."""
+RUNS, SEEDS = 200, 20
+"""Runs of harm and drop, and of the others."""
 
 HARMED = ((0.8, 0.5), (0.6, 0.3), (0.9, 0.6))
 CHANGES = (700, 1400)
@@ -119,12 +119,13 @@ def serve_liars(liars: Mapping[str, Collection[str]], *, seed: int, heavy: int, 
     return shop.customers
 
 
-def poison(count: int, *, seed: int, heavy: int, kinds: str) -> tuple[float, int, int]:
-    """Return the regret against honest users, and how many users and how many of ``count`` liars are named."""
+def poison(count: int, *, seed: int, heavy: int, kinds: str) -> tuple[float, int, int, int]:
+    """Return the regret against honest users, how many users and liars are named, and how many of honest users."""
     liars = {user: kinds[-1] for user in LIARS[:count]}
     clean, poisoned = (serve_liars(each, seed=seed, heavy=heavy, kinds=kinds) for each in ({}, liars))
     named = poisoned.learner.state.excluded.keys()
-    return sum(expected(clean)) - sum(expected(poisoned)), len(named), len(named & liars.keys())
+    regret, accused = sum(expected(clean)) - sum(expected(poisoned)), clean.learner.state.excluded
+    return regret, len(named), len(named & liars.keys()), len(accused)
 
 
 def obedient(*, seed: int, is_gated: bool) -> float:
@@ -242,12 +243,15 @@ def poison_figures(seeds: int) -> list[Figure]:
         ("heavy", 3, 3, "0"),
     ):
         found = each_seed(partial(poison, count, heavy=heavy, kinds=kinds), seeds)
-        regrets, named, right = zip(*found, strict=True)
+        regrets, named, right, accused = zip(*found, strict=True)
         precision, recall = sum(right) / max(1, sum(named)), sum(right) / (count * seeds)
         figures += [
             mean_figure(f"poison about {name}: regret", regrets, bar=40),
             Figure(name=f"poison about {name}: precision", value=precision, unit="", bar=0.9),
             Figure(name=f"poison about {name}: recall", value=recall, unit="", bar=0.9),
+            Figure(
+                name=f"poison about {name}: named without liars", value=sum(accused), unit="", bar=1, better="lower"
+            ),
         ]
     return figures
 
@@ -288,5 +292,5 @@ def keeping_figures(seeds: int) -> list[Figure]:
 
 def run(*, quick: bool = False) -> list[Figure]:
     """All figures; ``quick`` for a tenth of the runs."""
-    runs, seeds, poisoned = (20, 2, 2) if quick else (RUNS, SEEDS, POISONED)
-    return [*harm_figures(runs), *drift_figures(seeds), *poison_figures(poisoned), *keeping_figures(seeds)]
+    runs, seeds = (20, 2) if quick else (RUNS, SEEDS)
+    return [*harm_figures(runs), *drift_figures(seeds), *poison_figures(seeds), *keeping_figures(seeds)]

@@ -225,6 +225,22 @@ def test_excluded_users_do_not_count() -> None:
     assert {"u0": "reports the opposite"} == learner.state.excluded
 
 
+def test_users_are_compared_in_more_conversations_than_a_round_looks_at() -> None:
+    sizes: list[int] = []
+
+    def contradicting(past: Sequence[Conversation], tried: object) -> dict[str, str]:
+        sizes.append(len(past))
+        return {}
+
+    customers = serving({"old": 0.8})
+    customers.settings = replace(customers.settings, memory=40)
+    customers.contradicting = contradicting
+
+    run(customers, 500)
+
+    assert 400 == max(sizes)
+
+
 def test_fall_is_noticed_without_the_excluded_users() -> None:
     def liked(version: str, kind: str, number: int) -> float:
         return 0.9 if number < 300 else 0.1
@@ -267,6 +283,21 @@ def test_one_of_many_users_raises_no_alarm() -> None:
     asyncio.run(work())
 
     assert not customers.learner.state.changed_at
+
+
+def test_harm_to_one_kind_is_found_where_users_ask_about_two() -> None:
+    def liked(version: str, kind: str, number: int) -> float:
+        return {"old": {"a": 0.2, "b": 0.8}, "bad": {"a": 0.9, "b": 0.3}}[version][kind]
+
+    customers = serving(liked, proposes="bad", tasks=400)
+    customers.users, customers.kinds = 40, ("a", "b")
+
+    learner = run(customers, 400)
+
+    pairs = list(asyncio.run(learner.records.pairs("c1").read(customers.store)).values())
+    assert any(len(pair.kinds) == 2 for pair in pairs)
+    assert ["replay", "refused"] == stages(customers)
+    assert any("worse on tasks of the kind b" in line for line in customers.said)
 
 
 def test_suspicion_does_not_end_by_early_luck() -> None:

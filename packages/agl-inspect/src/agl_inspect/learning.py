@@ -34,22 +34,29 @@ def add_pair(gates: dict[str, Gate], pair: ReplayPair, rules: GateRules) -> None
     """Feed a pair to the gates of a replay."""
     is_regression = pair.kind == REGRESSION
     if not is_regression:
-        _feed(gates["replay"], pair)
+        _feed(gates["replay"], pair.old, pair.new)
     if pair.control is not None:
         control = gates.setdefault("control", Gate(error=rules.error / 2))
         if control.verdict == "open":
             control.update(pair.old, pair.control)
-    if pair.kind:
-        name = REGRESSION if is_regression else f"kind-{pair.kind}"
-        _feed(gates.setdefault(name, Gate(error=rules.error)), pair)
+    for kind, (old, new) in (pair.kinds or {pair.kind: (pair.old, pair.new)}).items():
+        if kind:
+            name = REGRESSION if is_regression else f"kind-{kind}"
+            _feed(gates.setdefault(name, Gate(error=rules.error)), old, new)
 
 
 def mean_pair(pairs: Sequence[ReplayPair]) -> ReplayPair:
     """Return the pair of one unit, whose rewards are the means over its replayed conversations."""
     controls = [pair.control for pair in pairs if pair.control is not None]
+    same_kind: dict[str, list[ReplayPair]] = {}
+    for pair in pairs:
+        same_kind.setdefault(pair.kind, []).append(pair)
     return ReplayPair(
         unit=pairs[0].unit,
-        kind=pairs[0].kind,
+        kind=", ".join(sorted(filter(None, same_kind))),
+        kinds={
+            kind: (fmean(pair.old for pair in own), fmean(pair.new for pair in own)) for kind, own in same_kind.items()
+        },
         old=fmean(pair.old for pair in pairs),
         new=fmean(pair.new for pair in pairs),
         control=fmean(controls) if len(controls) == len(pairs) else None,
@@ -57,9 +64,9 @@ def mean_pair(pairs: Sequence[ReplayPair]) -> ReplayPair:
     )
 
 
-def _feed(gate: Gate, pair: ReplayPair) -> None:
+def _feed(gate: Gate, old: float, new: float) -> None:
     if gate.verdict == "open":
-        gate.update(pair.old, pair.new)
+        gate.update(old, new)
 
 
 def served_gates(rules: GateRules, stage: str, units: Sequence[ServedUnit]) -> dict[str, Gate]:

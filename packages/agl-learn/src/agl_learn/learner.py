@@ -54,7 +54,7 @@ from agl_run import LearnSettings
 CANDIDATE = "candidate"
 HOLDBACK = "holdback"
 
-FAILING = 0.3
+FAILING = 0.2
 """The gain in the replay from which a canary begins at its last share: the served versions are plainly failing."""
 
 ENOUGH = 50
@@ -70,6 +70,9 @@ _LATELY = 20
 """The number of conversations in which units are counted: fewer than `_APART` others cannot come between."""
 
 _BATCH = 200
+
+_REMEMBERED, _COMPARED = 4, 10
+"""How many times as many conversations as `memory` are looked at for a round, and when users are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,7 +474,7 @@ class Learner:
             return
         if not self.state.is_learning:
             tried = [way.candidate.versions for way in self._ways.values()]
-            excluded = dict(self._parts.contradicting(await self._recent(), tried))
+            excluded = dict(self._parts.contradicting(await self._recent(_COMPARED), tried))
             for user in sorted(excluded.keys() - self.state.excluded.keys()):
                 self._parts.say(f"the feedback of {user!r} does not count any more: {excluded[user]}")
             self._set(
@@ -566,19 +569,18 @@ class Learner:
             way.obstacle = gate.words
 
     async def _add_pairs(self, way: Way) -> None:
-        """Replay units one after another: of each its newest conversation, and if units are few, others like it."""
+        """Replay units one after another: of each its newest conversation, and if units are few, more of them.
+
+        A candidate often changes the answers to one kind of task. Units whose mean is over all kinds differ less from
+        each other than units of one kind each, so fewer of them prove its gain.
+        """
         done = {pair.unit for pair in way.pairs}
         found: dict[str, list[Conversation]] = {}
         for each in sorted(await self._history(), key=lambda each: each.started_at, reverse=True):
             if self._is_held_out(each):
                 found.setdefault(self._unit(each), []).append(each)
         most = max(1, self._settings.gate.replay.tasks // max(1, len(found)))
-        chosen = [
-            each
-            for unit, newest in found.items()
-            if unit not in done
-            for each in [other for other in newest if other.kind == newest[0].kind][:most]
-        ]
+        chosen = [each for unit, newest in found.items() if unit not in done for each in newest[:most]]
         await self._run_pairs(way, chosen, done=done)
 
     async def _run_pairs(self, way: Way, held_out: Sequence[Conversation], *, done: Collection[str]) -> None:
@@ -641,8 +643,8 @@ class Learner:
         step = max(1, -(-len(older) // (memory - memory // 2)))
         return [*newest, *older[::step]]
 
-    async def _recent(self) -> Sequence[Conversation]:
-        return await self._parts.traffic.recent(now=self._parts.clock(), limit=4 * self._settings.memory)
+    async def _recent(self, times: int = _REMEMBERED) -> Sequence[Conversation]:
+        return await self._parts.traffic.recent(now=self._parts.clock(), limit=times * self._settings.memory)
 
     def _is_held_out(self, conversation: Conversation) -> bool:
         """Return whether a conversation is replayed; the others are trained on. A user's are on one side."""

@@ -39,10 +39,10 @@ _CLIP = 0.1
 _PRIOR = 0.05
 """The share of contradicting users that is assumed at first."""
 
-_DIFFER = 0.02
+_DIFFER = 0.04
 """The share of users who differ. A few ratings of each user say too little about it."""
 
-_FALSE = 0.05
+_FALSE = 0.1
 """The largest expected share of honest users among the named ones."""
 
 _AGREEING = math.log(3)

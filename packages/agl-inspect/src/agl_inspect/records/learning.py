@@ -95,7 +95,8 @@ class ReplayPair(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         unit: The user, or the conversation if the user is unknown.
-        kind: The kind of the task; ``""`` if kinds are not distinguished.
+        kind: The kind of the task, or several with commas between them; ``""`` if kinds are not distinguished.
+        kinds: The rewards of the old and the new versions on each kind of task.
         control: The reward of a second, identical run of the old versions; ``None`` without one.
         rollouts: The ids of the rollouts behind the rewards: old, new, control, for each conversation.
     """
@@ -106,6 +107,7 @@ class ReplayPair(Record, frozen=True, kw_only=True, omit_defaults=False):
     new: float
     control: float | None = None
     rollouts: list[str] = []
+    kinds: dict[str, tuple[float, float]] = {}
 
 
 class LearningRound(Record, frozen=True, kw_only=True, omit_defaults=False):
