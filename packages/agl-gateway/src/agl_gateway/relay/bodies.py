@@ -285,6 +285,8 @@ class BodyReader:
         expected = _expected_size(request, encoding, limit)
         if expected > _LARGE:
             self._taken[id(request)] = await self._budget.take(expected)
+        if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await self._read(request.content, limit)
         if encoding and body:
             loop = asyncio.get_running_loop()

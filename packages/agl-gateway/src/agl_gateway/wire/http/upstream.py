@@ -115,7 +115,7 @@ class _Connection(asyncio.Protocol):
         self._response: Response | None = None
         self._fields: list[tuple[str, str]] = []
         self._head_size = 0
-        self._ends_by_close = False
+        self._ends_by_close = self._is_kept_open = False
         self.is_answered = False
 
     @property
@@ -240,6 +240,7 @@ class _Connection(asyncio.Protocol):
         if status < _FIRST_FINAL:
             return
         headers = CIMultiDict(self._fields)
+        self._is_kept_open = self._parser.should_keep_alive()  # which the parser forgets at the end of the answer
         self._ends_by_close = "content-length" not in headers and "transfer-encoding" not in headers
         self._response = Response(status=status, headers=headers, content=Body(self), connection=self)
 
@@ -257,8 +258,7 @@ class _Connection(asyncio.Protocol):
         """Keep the connection for the next request, unless the server or a half-sent request forbids that."""
         self._is_busy = False
         transport = self._transport
-        is_kept = self.is_usable and self._parser.should_keep_alive()
-        if transport is None or not is_kept or transport.get_write_buffer_size():
+        if transport is None or not (self.is_usable and self._is_kept_open) or transport.get_write_buffer_size():
             self.abort()
         else:
             self.resume()
