@@ -34,13 +34,14 @@ class Client:
         self.writer.write(b"\r\n".join([line, self.key, *lines]) + b"\r\n\r\n" + body)
 
     async def status(self) -> int:
-        """Read one answer with a ``Content-Length``, or chunked; returns its status."""
-        head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
-        if b"transfer-encoding: chunked" in head:
-            await self.reader.readuntil(b"0\r\n\r\n")
-        else:
-            await self.reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
-        return int(head.split()[1])
+        """Read one answer; returns its status."""
+        return int((await self.answer()).split()[1])
+
+    async def answer(self) -> bytes:
+        """Read one answer, which has a ``Content-Length``."""
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        return head + await self.reader.readexactly(size)
 
     async def rest(self) -> bytes:
         """Read until the gateway closes the connection."""
@@ -372,3 +373,17 @@ async def test_client_that_reads_slowly_slows_the_server_down(stage):
             answer = answer[-8:] + await sender.reader.read(1 << 16)
             size += len(answer)
     assert size > 400 * 0xFFFF
+
+
+async def test_calls_at_once_get_their_own_answers_over_connections_that_are_used_again(stage):
+    async with stage() as it, client(it) as first, client(it) as second, client(it) as third:
+        it.server.respond_with(lambda request: Reply(text=request.turns[-1].text))
+
+        async def call(sender: Client, number: int) -> None:
+            for turn in range(40):
+                text = f"{number} and {turn}"
+                body = json.dumps({"model": "main_llm", "messages": [{"role": "user", "content": text}]}).encode()
+                sender.send(b"host: a", b"content-length: %d" % len(body), body=body)
+                assert text.encode() in await sender.answer()
+
+        await asyncio.gather(*(call(sender, number) for number, sender in enumerate((first, second, third))))

@@ -89,8 +89,8 @@ class Response:
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     def close(self) -> None:
-        """End the connection unless the whole answer has arrived."""
-        self.connection.abandon(self)
+        """Give the connection to the next request, or end it if the answer has not arrived whole; idempotent."""
+        self.connection.release(self)
 
 
 class _Connection(asyncio.Protocol):
@@ -175,10 +175,17 @@ class _Connection(asyncio.Protocol):
             self._is_paused, self._last = False, self._loop.time()
             self._transport.resume_reading()
 
-    def abandon(self, response: Response) -> None:
-        """End the connection if ``response`` is still arriving on it."""
-        if self._response is response and not self.is_answered:
+    def release(self, response: Response) -> None:
+        """Keep the connection for the next request, unless ``response`` or the request was not sent whole."""
+        if self._response is not response or not self._is_busy:
+            return
+        self._is_busy = False
+        is_whole = self.is_answered and self._is_kept_open and self.is_usable
+        if not is_whole or self._transport is None or self._transport.get_write_buffer_size():
             self.abort()
+        else:
+            self.resume()
+            self._idle.append(self)
 
     # asyncio's side
 
@@ -202,8 +209,6 @@ class _Connection(asyncio.Protocol):
         else:
             if self._response is None and self._head_size > _MAX_HEAD:
                 self._fail(BrokenAnswerError(f"the answer has a head of more than {_MAX_HEAD} bytes"))
-        if self.is_answered and self._is_busy:
-            self._release()
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -253,16 +258,6 @@ class _Connection(asyncio.Protocol):
             self._fields.clear()
         else:
             self.is_answered = True
-
-    def _release(self) -> None:
-        """Keep the connection for the next request, unless the server or a half-sent request forbids that."""
-        self._is_busy = False
-        transport = self._transport
-        if transport is None or not (self.is_usable and self._is_kept_open) or transport.get_write_buffer_size():
-            self.abort()
-        else:
-            self.resume()
-            self._idle.append(self)
 
     def _look(self) -> None:
         """End a request whose server is silent, and a connection that is idle for too long; then look again later."""
