@@ -1,9 +1,8 @@
 """The processes under measurement: the gateway over a durable store, and a proxy that only passes on.
 
-``python -m benchmarks._served gateway|stages|proxy BACKEND_URL [STORE_URL TOKENS_FILE ATTEMPTS [SPOOL [SECONDS]]]``.
-Prints its URL, then for every line on standard input its CPU seconds so far; as ``stages``, a gateway in the main
-thread that prints where the time since the last line went. The parent kills it. SPOOL is a folder or ``off``; SECONDS
-is the time that the store gets before a call goes there.
+``python -m benchmarks._served gateway|proxy BACKEND_URL [STORE_URL TOKENS_FILE ATTEMPTS [SPOOL [SECONDS]]]``. Prints
+its URL, then for every line on standard input its CPU seconds so far. The parent kills it. SPOOL is a folder or
+``off``; SECONDS is the time that the store gets before a call goes there.
 """
 
 import asyncio
@@ -12,28 +11,20 @@ import time
 from pathlib import Path
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from agl.contracts import Gateway, Store, Upstream
 from agl.schemas import Rollout, new_rollout_id
-from agl_gateway.record.recorder import Recorder
-from agl_gateway.service import GatewayService
-from agl_gateway.settings import Settings
 from agl_run.access import AttemptTokens
 from benchmarks._harness import component
-from benchmarks._stages import Stages
 
 SECRET = b"a secret of the benchmarks alone"
 
 
 async def gateway(
-    kind: str, backend: str, store_url: str, tokens_file: str, attempts: int, spool: str = "off", after_s: str = "0.05"
-) -> tuple[Gateway | Recorder, str]:
-    """The gateway (or the recorder of one in this event loop) and its URL, with running attempts.
-
-    Their tokens and an admin's are in a file.
-    """
+    backend: str, store_url: str, tokens_file: str, attempts: int, spool: str = "off", spool_after_s: str = "0.05"
+) -> tuple[Gateway, str]:
+    """The gateway and its URL, with running attempts, their tokens and an admin's in a file."""
     store: Store = component("store", store_url.partition(":")[0], url=store_url)
     tokens = AttemptTokens(SECRET)
     await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=n) for n in range(attempts)])
@@ -44,10 +35,7 @@ async def gateway(
     Path(f"{tokens_file}.admin").write_text(tokens.issue("", "", scope="admin", expires_at=until), encoding="utf-8")
     Path(f"{tokens_file}.ids").write_text("\n".join(c.attempt.attempt_id for c in claims), encoding="utf-8")
     one = Upstream(name="canned", base_url=backend, is_trained=True)
-    if kind == "stages":
-        service = GatewayService(store=store, upstreams=[one], tokens=tokens, settings=Settings())
-        return service.recorder, await service.start()
-    served: Gateway = component("gateway", "gateway", spool=spool, spool_after_s=float(after_s))
+    served: Gateway = component("gateway", "gateway", spool=spool, spool_after_s=float(spool_after_s))
     return served, await served.start(store=store, upstreams=[one], secret=SECRET)
 
 
@@ -76,19 +64,18 @@ async def proxy(backend: str) -> str:
 
 
 async def main(kind: str, backend: str, *rest: str) -> None:
-    ids: list[str] = []
-    if kind != "proxy":
+    if kind == "gateway":
         store_url, tokens_file, attempts, *spooling = rest
-        served, url = await gateway(kind, backend, store_url, tokens_file, int(attempts), *spooling)
+        served, url = await gateway(backend, store_url, tokens_file, int(attempts), *spooling)
         ids = Path(f"{tokens_file}.ids").read_text(encoding="utf-8").split()
         print(url, flush=True)
     else:
         print(await proxy(backend), flush=True)
-    stages = Stages() if kind == "stages" else None
     while await asyncio.to_thread(sys.stdin.readline):
-        for attempt_id in ids:
-            await served.settle(attempt_id)
-        print(time.process_time() if stages is None else msgspec.json.encode(stages.taken()).decode(), flush=True)
+        if kind == "gateway":
+            for attempt_id in ids:
+                await served.settle(attempt_id)
+        print(time.process_time(), flush=True)
 
 
 if __name__ == "__main__":

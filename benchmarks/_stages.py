@@ -1,8 +1,17 @@
-"""Samples where a process spends its CPU, by the part of the gateway that the main thread is in."""
+"""Samples where a gateway spends its CPU, by the part of it that the main thread is in.
+
+``python -m benchmarks._stages FILE serve ...`` runs ``agl serve ...`` and writes the samples of each stage, as JSON, to
+FILE at its end. The kernel's clock decides how long a sample is, so only the shares count.
+"""
 
 import signal
+import sys
 from collections import Counter
+from importlib.metadata import entry_points
+from pathlib import Path
 from types import FrameType
+
+import msgspec
 
 _EVERY_S = 0.001
 
@@ -27,24 +36,27 @@ _STAGES = {
 }
 
 
-class Stages:
-    """Counts samples of this process's main thread by stage, one for each millisecond of CPU."""
+def main(path: Path) -> None:
+    """Run ``agl`` with the remaining arguments, then write the samples."""
+    counts: Counter[str] = Counter()
+    signal.signal(signal.SIGPROF, lambda _number, frame: counts.update((_stage(frame),)))
+    signal.setitimer(signal.ITIMER_PROF, _EVERY_S, _EVERY_S)
+    (agl,) = entry_points(group="console_scripts", name="agl")
+    try:
+        agl.load()()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        path.write_bytes(msgspec.json.encode(counts))
 
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        signal.signal(signal.SIGPROF, self._sample)
-        signal.setitimer(signal.ITIMER_PROF, _EVERY_S, _EVERY_S)
 
-    def taken(self) -> dict[str, int]:
-        """Return the samples by stage, and start from zero."""
-        counts, self._counts = self._counts, Counter()
-        return dict(counts)
+def _stage(frame: FrameType | None) -> str:
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if (stage := next((name for part, name in _STAGES.items() if part in path), None)) is not None:
+            return stage
+        frame = frame.f_back
+    return "start and end of the program"
 
-    def _sample(self, _number: int, frame: FrameType | None) -> None:
-        while frame is not None:
-            path = frame.f_code.co_filename
-            if (stage := next((name for part, name in _STAGES.items() if part in path), None)) is not None:
-                self._counts[stage] += 1
-                return
-            frame = frame.f_back
-        self._counts["other"] += 1
+
+if __name__ == "__main__":
+    main(Path(sys.argv.pop(1)))
