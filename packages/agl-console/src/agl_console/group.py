@@ -15,7 +15,7 @@ from agl_console.reading import newest_recordings, uses_of
 from agl_console.siblings import standing
 from agl_console.tokens import tone_of
 from agl_console.tree import Contents, Text
-from agl_inspect.rollouts.conversations import labelled_texts
+from agl_inspect.rollouts.conversations import parts_of
 
 LOOKED = 200
 """Number of the task's newest rollouts that are searched for those of a step."""
@@ -54,18 +54,10 @@ class GroupFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Difference(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The first difference between a rollout and the one it is compared with.
 
-    Attributes:
-        call: The number of the call, from 0.
-        where: ``agent``, ``message`` (of the prompt), ``answer``, or ``end`` if only one of the two has this call.
-        message: The number of the prompt's message, from 0; ``None`` for other differences.
-        token: The index of the token in the prompt or the answer, from 0; ``None`` if tokens are equal or not recorded.
-        words: The difference as text.
+    ``call`` is the number of the call, from 0; ``words`` describes the difference.
     """
 
     call: int
-    where: str
-    message: int | None
-    token: int | None
     words: str
 
 
@@ -95,7 +87,7 @@ class Member(Record, frozen=True, kw_only=True, omit_defaults=False):
         credit: Mean credit of the rollout's calls, as the last step reported it.
         advantage: Mean advantage of the rollout's trained calls, as the last step reported it.
         why: How the reward stands in the group, and what training did with the rollout's answers.
-        difference: The first difference; ``None`` for the rollout that the others are compared with, and for equal ones.
+        difference: The first difference; ``None`` for equal rollouts.
         calls: The first calls of the rollout.
         total: The number of all calls of the rollout.
     """
@@ -119,7 +111,7 @@ class GroupView(Record, frozen=True, kw_only=True, omit_defaults=False):
         against: The rollout with which the others are compared.
         task: The task of the rollouts.
         first: The first call in which any rollout differs, from 0; ``None`` if all are equal.
-        shared: The number of first calls that all rollouts share.
+        shared: The number of first calls that are the same in all rollouts.
         steps: The algorithms and steps in which the newest rollouts of the task ran.
         left_out: The number of rollouts of the step that are not shown.
     """
@@ -207,7 +199,12 @@ class _Call:
         self.call = call
         self.agent = agent
         self.prompt = [_without_ids(message) for message in asked]
-        self.answer = "\n".join(text for message in said for _, text in labelled_texts(message))
+        self.answer = "\n".join(map(_answer, said))
+
+
+def _answer(message: Mapping[str, Any]) -> str:
+    thinking, content, tools = parts_of(message)
+    return "\n".join(filter(None, (thinking, content, *(f"{name} {arguments}" for _, name, arguments in tools))))
 
 
 def _without_ids(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,32 +306,27 @@ def _cell(call: _Call, other: _Call | None, uses: Mapping[str, CallUse], largest
 def first_difference(first: Sequence[_Call], second: Sequence[_Call]) -> Difference | None:
     """Return the first difference between the calls of two rollouts; ``None`` if they are equal."""
     for at, (one, other) in enumerate(zip(first, second, strict=False)):
-        found = _difference(one, other)
-        if found is not None:
-            words = f"call {at + 1}, {found.words}"
-            return replace(found, call=at, words=words)
+        if words := _difference(one, other):
+            return Difference(call=at, words=f"call {at + 1}, {words}")
     if len(first) == len(second):
         return None
     at = min(len(first), len(second))
-    words = f"call {at + 1}, which only {'this one' if len(second) > len(first) else 'the first one'} makes"
-    return Difference(call=at, where="end", message=None, token=None, words=words)
+    one = "this one" if len(second) > len(first) else "the first one"
+    return Difference(call=at, words=f"call {at + 1}, which only {one} makes")
 
 
-def _difference(one: _Call, other: _Call) -> Difference | None:
+def _difference(one: _Call, other: _Call) -> str:
+    """Describe how two calls differ; ``""`` if they are equal."""
     if one.agent != other.agent:
-        words = f"made by {other.agent or 'no agent'} and not by {one.agent or 'no agent'}"
-        return Difference(call=0, where="agent", message=None, token=None, words=words)
+        return f"made by {other.agent or 'no agent'} and not by {one.agent or 'no agent'}"
     token = _token(one.call.prompt_ids, other.call.prompt_ids)
     message = _common(one.prompt, other.prompt)
-    is_shorter = message < max(len(one.prompt), len(other.prompt))
-    if is_shorter or token is not None:
-        found = message if is_shorter else None
-        words = _place("prompt", f"message {message + 1}" if is_shorter else "", token)
-        return Difference(call=0, where="message", message=found, token=token, words=words)
+    if message < max(len(one.prompt), len(other.prompt)):
+        return _place("prompt", f"message {message + 1}", token)
+    if token is not None:
+        return _place("prompt", "", token)
     token = _token(one.call.response_ids, other.call.response_ids)
-    if token is not None or one.answer != other.answer:
-        return Difference(call=0, where="answer", message=None, token=token, words=_place("answer", "", token))
-    return None
+    return _place("answer", "", token) if token is not None or one.answer != other.answer else ""
 
 
 def _place(part: str, message: str, token: int | None) -> str:

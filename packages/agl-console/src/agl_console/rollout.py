@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from agl.contracts import Count, Store
-from agl.episodes import Enclosing, recorded_rewards
+from agl.episodes import Enclosing
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span, Weights, to_json
 from agl_console.conversation import Turn, conversation_of, training_of_call
@@ -36,6 +36,9 @@ SPANS = 300
 
 _VERSIONS = 20
 """The most versions of weights whose folders are looked at for a tokenizer."""
+
+_COMMAND = 20_000
+"""The most characters of a command that a page offers."""
 
 _PAGE_BYTES = 4 << 20
 """Bytes of requests and responses after which a page ends."""
@@ -74,7 +77,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
         reward: The reward that trains.
         facts: The user and the arm of a served conversation.
         attempt: The number of the attempt whose spans are shown; 0 for the rollout's own spans.
-        dev: Shell commands that try the task with ``agl dev``.
+        dev: Shell commands that try the task with ``agl dev``; ``""`` for a very long task.
         turns: The conversation.
         nodes: The spans of the time line.
         standing: How the reward compares with those of the rollout's group, as a sentence.
@@ -95,7 +98,6 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
     step: int | None
     group_id: str
     reward: float | None
-    rewards: list[Reward]
     resources: dict[str, str]
     facts: list[str]
     created_at: float
@@ -160,7 +162,10 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
     episode, every, scores = await read_episode(store, rollout, attempts)
     page, is_last = await _page(store, rollout_id, attempt_id, chosen.after)
     uses = uses_of(every)
-    calls = {call.span_id: call for call in episode.transitions if call.attempt_id == attempt_id}
+    own = [call for call in episode.transitions if call.attempt_id == attempt_id]
+    if rollout.mode != "train":
+        own = [call for call in own if call.reject != "missing_token_ids"]  # nobody asked for token ids there
+    nodes = tree_of(page)
     siblings = await siblings_of(store, rollout)
     group = siblings.rewards(rollout.group_id)
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
@@ -177,19 +182,21 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         step=step if isinstance(step, int) else None,
         group_id=rollout.group_id,
         reward=episode.reward,
-        rewards=[span.reward for span in recorded_rewards(every, rollout.attempt_id) if span.reward is not None],
         resources=rollout.resources,
         facts=served_facts(rollout),
         created_at=rollout.created_at,
         task=Contents().text("task", rollout.task),
-        dev=f"printf '%s\\n' {shlex.quote(to_json(rollout.task).decode()[:LONGEST])} > task.jsonl\n"
-        "agl dev experiment.toml --tasks 1 --set experiment.train=task.jsonl",
+        dev=dev_of(rollout),
         attempts=[_attempt(attempt) for attempt in attempts],
         attempt=number,
         turns=conversation_of(
-            page, calls, uses if attempt_id == rollout.attempt_id else {}, reason=reason_of_silence(group)
+            page,
+            nodes,
+            {call.span_id: call for call in own},
+            uses if attempt_id == rollout.attempt_id else {},
+            reason=reason_of_silence(group),
         ),
-        nodes=tree_of(page),
+        nodes=nodes,
         standing=standing(episode.reward, group) if rollout.mode == "train" else "",
         neighbours=siblings.neighbours(rollout, chosen.by),
         seconds=_length(page),
@@ -256,10 +263,17 @@ async def span_view(store: Store, name: str, place: str, chosen: RolloutFilter) 
     )
 
 
+def dev_of(rollout: Rollout) -> str:
+    """Return shell commands that try a rollout's task with ``agl dev``; ``""`` for a task too long for a terminal."""
+    task = to_json(rollout.task).decode()
+    tried = "agl dev experiment.toml --tasks 1 --set experiment.train=task.jsonl"
+    return f"printf '%s\\n' {shlex.quote(task)} > task.jsonl\n{tried}" if len(task) <= _COMMAND else ""
+
+
 def curl_of(call: ModelCall) -> str:
     """Return a shell command that sends a call's request again, to the server that the environment names."""
     body = to_json(call.request).decode()
-    if len(body) > LONGEST:
+    if len(body) > _COMMAND:
         return ""
     if call.dialect == "messages":
         address, key = "$ANTHROPIC_BASE_URL/v1/messages", "x-api-key: $ANTHROPIC_API_KEY"

@@ -14,7 +14,7 @@ from agl_inspect.rollouts.span_reader import reward_of
 _PAGE, _PAGES = 100, 10
 
 Order = Literal["step", "group", "reward"]
-"""The rollouts that follow each other: those of a step, those of a group, or those of a step from low reward to high."""
+"""The rollouts that follow each other: those of a step, of a group, or of a step from low reward to high."""
 
 
 class Neighbours(Record, frozen=True, kw_only=True, omit_defaults=False):

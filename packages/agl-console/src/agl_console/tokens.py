@@ -107,9 +107,7 @@ class TokensView(Record, frozen=True, kw_only=True, omit_defaults=False):
     weights: str = ""
 
 
-def tokens_view(
-    episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallUse], *, reason: str = ""
-) -> TokensView:
+def tokens_view(episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallUse], *, reason: str = "") -> TokensView:
     """Return a window of a row's tokens; raises :class:`NotFoundError` if the rollout has no such row.
 
     ``uses`` gives the steps' use of each call, by span id; ``reason`` says why an advantage is 0.

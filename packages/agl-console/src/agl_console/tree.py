@@ -76,6 +76,7 @@ class Node(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         kind: ``call``, ``reward``, ``agent``, ``tool``, ``node``, ``workflow``, ``handoff`` or ``step``.
         agent: The innermost agent, node or role that encloses the span.
+        path: Names of the enclosing agents, nodes and tools, outermost first.
         start: The start of the bar on the time axis.
         width: The length of the bar.
     """
@@ -86,6 +87,7 @@ class Node(Record, frozen=True, kw_only=True, omit_defaults=False):
     kind: str
     name: str
     agent: str
+    path: list[str]
     start: int
     width: int
     seconds: float
@@ -101,6 +103,7 @@ def tree_of(spans: Sequence[Span]) -> list[Node]:
     scale = AXIS / max(1, last - first)
     nodes: list[Node] = []
     for depth, span, _ in in_tree(spans):
+        who = enclosing.who(span)
         start = round(max(0, span.start_ns - first) * scale) if span.start_ns else 0
         nodes.append(
             Node(
@@ -109,7 +112,8 @@ def tree_of(spans: Sequence[Span]) -> list[Node]:
                 depth=min(depth, DEEPEST),
                 kind=kind_of(span),
                 name=span.name,
-                agent=enclosing.who(span).agent,
+                agent=who.agent,
+                path=list(who.path),
                 start=min(start, AXIS - 4),
                 width=max(4, min(AXIS - start, round((span.end_ns - span.start_ns) * scale))),
                 seconds=seconds_of(span),
