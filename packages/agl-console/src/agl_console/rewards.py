@@ -15,7 +15,7 @@ from agl_console.reading import newest_recordings
 from agl_console.rollouts import Bin, bar_of, bars_of
 from agl_inspect.rollouts.span_reader import reward_of
 
-NEWEST = 200
+NEWEST = 100
 """The number of newest rollouts whose rewards form the distributions; fewer are read if they are large."""
 
 ROWS = 200
