@@ -1,4 +1,4 @@
-"""Two agents that have to agree: in turns on fresh rollouts they meet, together on the same ones they miss each other."""
+"""Two agents that have to agree: in turns on fresh rollouts they meet, together on the same ones they do not."""
 
 import random
 from math import exp
