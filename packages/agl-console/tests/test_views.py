@@ -548,6 +548,16 @@ async def test_rollouts_follow_each_other_by_step_group_and_reward(opened: Open)
     assert 'rel="next"' not in page
 
 
+async def test_rollouts_that_no_step_asked_for_follow_each_other_by_group(opened: Open) -> None:
+    store = MemoryStore()
+    await store.enqueue([Rollout(rollout_id=name, task=1, group_id="g" if name != "b" else "") for name in "abc"])
+    async with opened(store) as client:
+        grouped = (await data_of(client, "/rollouts/a"))["neighbours"]
+        alone = (await data_of(client, "/rollouts/b"))["neighbours"]
+    assert (1, 2, "c") == (grouped["place"], grouped["total"], grouped["next"])
+    assert (2, 3, "a", "c") == tuple(alone[name] for name in ("place", "total", "previous", "next"))
+
+
 async def test_task_and_request_can_be_tried_again_from_a_shell(opened: Open, tmp_path: Path) -> None:
     store = MemoryStore()
     await record(store, "r", text="it's $HOME `here`")
