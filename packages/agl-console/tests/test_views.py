@@ -502,6 +502,26 @@ async def test_thinking_is_folded_apart_from_the_answer(opened: Open) -> None:
     assert re.search(r"<details[^>]*><summary>thinking.*?<pre>both at once</pre></details>", page, re.DOTALL)
 
 
+@pytest.mark.parametrize(("returned", "kinds"), [("gone", ["call"]), ("went", ["call", "step"])])
+async def test_reward_stands_with_its_call_and_an_output_is_not_repeated(
+    opened: Open, returned: str, kinds: list[str]
+) -> None:
+    def fill(recorder: Recorder, **_: Any) -> None:
+        root = recorder.add("rollout", lasts_ms=900, attributes={semconv.OUTPUT: returned})
+        made = recorder.add("chat", parent=root, call=call(0, prompt=[], answer=[], version="v", **WORDS))
+        given = Reward(value=0.5, name="style", scope="span", span_id=made, source="evaluator", feedback="no style")
+        recorder.add("evaluate style", parent=root, reward=given)
+
+    store = MemoryStore()
+    await record(store, "r", spans=fill, reward=None)
+    async with opened(store) as client:
+        turns = (await data_of(client, "/rollouts/r"))["turns"]
+        page = await text_of(client, "/rollouts/r")
+    assert "<pre>no style</pre>" in page
+    assert kinds == [turn["node"]["kind"] for turn in turns]
+    assert ["style"] == [reward["name"] for reward in turns[0]["rewards"]]
+
+
 async def test_call_says_what_training_did_with_it(opened: Open) -> None:
     async with opened() as client:
         turns = (await data_of(client, f"/rollouts/{rollout_name(9)}"))["turns"]
@@ -546,6 +566,16 @@ async def test_rollouts_follow_each_other_by_step_group_and_reward(opened: Open)
     assert [(ids[1], ids[3]), ("", ids[3]), (ids[1], "")] == [(each["previous"], each["next"]) for each in near]
     assert re.search(rf'rel="prev" href="[^"]*{ids[1]}\?by=reward"', page)
     assert 'rel="next"' not in page
+
+
+async def test_rollouts_that_no_step_asked_for_follow_each_other_by_group(opened: Open) -> None:
+    store = MemoryStore()
+    await store.enqueue([Rollout(rollout_id=name, task=1, group_id="g" if name != "b" else "") for name in "abc"])
+    async with opened(store) as client:
+        grouped = (await data_of(client, "/rollouts/a"))["neighbours"]
+        alone = (await data_of(client, "/rollouts/b"))["neighbours"]
+    assert (1, 2, "c") == (grouped["place"], grouped["total"], grouped["next"])
+    assert (2, 3, "a", "c") == tuple(alone[name] for name in ("place", "total", "previous", "next"))
 
 
 async def test_task_and_request_can_be_tried_again_from_a_shell(opened: Open, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from agl import semconv
 from agl.contracts import CallUse
@@ -181,8 +182,9 @@ class _Conversation:
         return True
 
     def texts(self, span: Span) -> list[Text]:
-        """Return the texts of a span besides messages, without an output that repeats the last message."""
-        return [text for text in self._contents.others(span) if (text.label, text.text) != ("returned", self._last)]
+        """Return a span's texts without messages, feedback, and an output that repeats the last message."""
+        found = self._contents.others(span if span.reward is None else replace(span, reward=None))
+        return [text for text in found if (text.label, text.text) != ("returned", self._last)]
 
 
 def _rewards(spans: Sequence[Span]) -> dict[str, list[Reward]]:
