@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import pytest
 from transformers import AutoTokenizer
 
 from agl.schemas import Episode, Row, Segment, Transition, pack_floats, pack_ids, unpack_ids
@@ -132,6 +133,7 @@ def one_row(order: RolloutOrder, answers: list[dict[str, Any]]) -> Episode:
 
 
 @FORGOTTEN
+@pytest.mark.soak
 def test_turns_on_verls_replica_continue_tokens_that_would_be_tokenised_differently(
     model_dir: Path, tmp_path: Path
 ) -> None:
