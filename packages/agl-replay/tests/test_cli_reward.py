@@ -73,6 +73,20 @@ async def judged_together(rollout, spans):
 
 together, most = [], []
 
+class Ranks:
+    def __init__(self, *, fails_on=""):
+        self._fails_on = fails_on
+
+    def __call__(self, rollout, spans):
+        return None
+
+    async def compare(self, group):
+        assert all(span.reward is None or span.reward.source == "agent" for one in group for span in one.spans)
+        sizes = [len(said(one.spans)) for one in group]
+        if self._fails_on in [said(one.spans) for one in group]:
+            raise ValueError("no order")
+        return [sum(own > other for other in sizes) for own in sizes]
+
 def signed(rollout, spans):
     number = int(rollout.rollout_id[-5])
     return Reward(value=2.0 * (-1) ** number, name="big", dimensions={"": 1.0, "[bold]\x1b": None})
@@ -184,6 +198,15 @@ def test_summary_compares_order_and_spread_within_groups(recorded: Callable[...,
     groups = data_of("--set", "reward.use=measure:above")["change"]["groups"]
     assert {**expected, "reordered": 2, "turned": 4} == groups
     assert "silent groups, which teach nothing: 50% recorded, 0% now" in invoke("--summary").output
+
+
+def test_rewards_that_compare_rollouts_see_each_group(recorded: Callable[..., None]) -> None:
+    recorded(GROUPS)
+    found = data_of("--set", "reward.use=measure:Ranks")
+    assert [1.0, 0.0, 1.0, 0.0] == [one["after"] for one in found["rollouts"]]
+    failed = data_of("--set", "reward.use=measure:Ranks", "--set", "reward.params.fails_on=aa")
+    assert [None, None, 1.0, 0.0] == [one["after"] for one in failed["rollouts"]]
+    assert {"the reward 'measure:Ranks' failed on a group: no order": 2} == failed["change"]["errors"]
 
 
 def test_parts_have_mean_spread_and_shares_at_their_ends(recorded: Callable[..., None]) -> None:

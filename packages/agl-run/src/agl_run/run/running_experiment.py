@@ -18,6 +18,7 @@ from agl.contracts import (
     Algorithm,
     ExperimentRecord,
     Gateway,
+    GroupRewardEmitter,
     Policy,
     RolloutQuery,
     ServedModel,
@@ -41,6 +42,7 @@ from agl_run.parts.models import policy_params
 from agl_run.parts.waiting import loading, waiting_for
 from agl_run.plan import Plan
 from agl_run.run.finish_feed import FinishFeed
+from agl_run.run.group_rewards import NamedGroupRewards
 from agl_run.runners.setup import RunContext
 from agl_run.worker.address import advertised_url, local_url
 from agl_run.worker.cluster_share import store_for_workers
@@ -61,6 +63,7 @@ class RunningExperiment:
         live: The live resources.
         feed: Wakes waiters when rollouts finish.
         policies: The running policies by name.
+        group_rewards: The rewards that compare rollouts of a group.
         worker: This process's worker; an error that ends the worker is set on its future ``failure``.
     """
 
@@ -68,6 +71,7 @@ class RunningExperiment:
     live: LiveResources
     feed: FinishFeed
     worker: Worker
+    group_rewards: NamedGroupRewards
     _ownership: Ownership
 
     def __init__(self, plan: Plan) -> None:
@@ -153,6 +157,7 @@ class RunningExperiment:
         # missed.
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
         context = self._context(upstreams)
+        self.group_rewards = [(name, one) for name, one in context.rewards if isinstance(one, GroupRewardEmitter)]
         is_adaptive = self.plan.config.runner.is_adaptive
         worker = Worker(context, make_runner(self.plan, context), is_adaptive=is_adaptive, cache=self.feed.cache)
         self.worker = await self._stack.enter_async_context(worker)
