@@ -33,6 +33,9 @@ name = "desk"
 agent = "benchmarks._desk:solve"
 store = "sqlite:///runs.db"
 
+[runner]
+concurrency = 2         # the cores also serve
+
 [gateway]
 use = "none"
 

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Training]] = {
     ),
     "moments in 8 bits": ("grpo", {"optim": {"moments": "8bit"}}, Training(moments="8bit")),
     "ppo with its critic": ("ppo", {}, Training(has_critic=True)),
+    "ppo with adapters": ("ppo", {"lora": {"rank": 16}}, Training(lora_rank=16, has_critic=True)),
     "dpo with its reference": ("dpo", {"pairs": "all"}, Training(has_reference=True)),
 }
 

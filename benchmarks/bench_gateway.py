@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ ADMIN = "an admin token of the benchmarks alone"
 CALLS = 2000
 RATE = 200.0
 REPEATS = 3
+AGL = ("-c", "from agl_inspect.terminal.program import main; main()")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,10 +318,10 @@ def commit_rate(path: Path, *, commits: int = 200) -> float:
 
 
 @contextmanager
-def serve(folder: Path, backend: str, *, workers: int) -> Iterator[tuple[str, Path]]:
+def serve(folder: Path, backend: str, *, workers: int, program: Sequence[str] = AGL) -> Iterator[tuple[str, Path]]:
     """``agl serve`` with a spool and running attempts; gives its URL and the file of their tokens."""
     upstream = f"canned={backend},trained=1"
-    command = [sys.executable, "-c", "from agl_inspect.terminal.program import main; main()", "serve", "--port", "0"]
+    command = [sys.executable, *program, "serve", "--port", "0"]
     options = ["--store", f"{folder}/{workers}.db", "--spool", f"{folder}/spool-{workers}", "--upstream", upstream]
     environment = {**os.environ, "AGL_TOKEN": ADMIN, "AGL_SECRET": SECRET.decode(), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
@@ -374,6 +375,19 @@ def encode_rate() -> float:
     return len(spans) / (time.perf_counter() - started_at)
 
 
+def stages(*, is_streamed: bool) -> str:
+    """Where ``agl serve`` spends its CPU, as a share of each stage."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        backend = stack.enter_context(started("benchmarks.canned", "64")).url
+        program = ("-m", "benchmarks._stages", str(folder / "stages"))
+        with serve(folder, backend, workers=1, program=program) as (url, tokens):
+            load(f"{url}/v1", tokens, calls=5 * CALLS, is_streamed=is_streamed)
+        counts = msgspec.json.decode((folder / "stages").read_bytes(), type=dict[str, int])
+    shares = sorted(((count / sum(counts.values()), name) for name, count in counts.items()), reverse=True)
+    return "\n".join(f"{share:6.1%}  {name}" for share, name in shares)
+
+
 def figures(*, calls: int = CALLS, repeats: int = REPEATS) -> list[Figure]:
     """Measure everything."""
     with ExitStack() as stack:
@@ -388,4 +402,7 @@ def run(*, quick: bool) -> list[Figure]:
 
 
 if __name__ == "__main__":
-    print(table(run(quick=False)))
+    if "--stages" in sys.argv:
+        print(f"plain calls\n{stages(is_streamed=False)}\n\nstreamed calls\n{stages(is_streamed=True)}")
+    else:
+        print(table(run(quick=False)))

@@ -181,7 +181,10 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
-    (options.out / options.example).mkdir(parents=True, exist_ok=True)
+    folder = options.out / options.example
+    folder.mkdir(parents=True, exist_ok=True)
+    for shared in EXAMPLES.glob("*.py"):  # next to the copies, as they are next to the examples
+        shutil.copy(shared, folder)
     places = [Place(example=options.example, seed=seed, root=options.out.resolve()) for seed in options.seeds]
     runs: list[Run] = []
     pool = ThreadPoolExecutor(options.at_once)

@@ -8,11 +8,14 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from agl.schemas import CallCredit
+from agl_objectives.advantages import call_advantages
 from agl_objectives.contract import Scores, TokenBatch, surveyed
 from agl_objectives.registry import find_estimator, find_loss
 from tools.public import ROOT
@@ -132,7 +135,7 @@ SCORES = ((1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.5, 0.0))
 
 
 def bars(name: str) -> str:
-    """Draw the advantages of 8 rollouts of two tasks; the grey outlines are their scores."""
+    """Draw the advantages of 8 rollouts of two tasks."""
     scores = torch.tensor([score for group in SCORES for score in group], dtype=torch.float64)
     found = find_estimator(name).call(
         Scores(
@@ -140,20 +143,43 @@ def bars(name: str) -> str:
             group_S=torch.tensor([0] * 4 + [1] * 4),
             tokens_S=torch.tensor([10, 20, 30, 40, 10, 40, 20, 30]),
             baseline_S=torch.tensor([0.0] * 4 + [0.5] * 4, dtype=torch.float64),
+            roles_S=("first", "second") * 4,
         )
     )
+    return _bars(found.found_S.tolist(), words=("task 1", "task 2"))
+
+
+def within_a_rollout() -> str:
+    """Draw the advantages of 4 proposals of one task, and of 4 attempts at one proposal."""
+
+    def calls(role: str, values: Sequence[float]) -> list[CallCredit]:
+        return [CallCredit(span_id=f"{n}", value=value, baseline=role, role=role) for n, value in enumerate(values)]
+
+    proposals, attempts = SCORES
+    found = call_advantages(
+        [*(calls("proposer", [value]) for value in proposals), calls("solver", attempts)],
+        groups=[0] * 5,
+        tokens={},
+        estimator=find_estimator("hierarchical_grpo").call,
+    )
+    return _bars([value for rollout in found for value in rollout.values()], words=("proposals", "attempts"))
+
+
+def _bars(advantages: Sequence[float], *, words: tuple[str, str]) -> str:
+    """Draw two groups of four advantages; the grey outlines are their scores."""
     axes = Axes(x=(0.0, 10.0), y=(-2.0, 2.0))
     parts = axes.frame("")[:-4]  # rollouts have no numbers
-    for at, (score, advantage) in enumerate(zip(scores.tolist(), found.found_S.tolist(), strict=True)):
+    for at, (score, advantage) in enumerate(zip(chain(*SCORES), advantages, strict=True)):
         left = at + (0.5 if at < 4 else 1.5)
         for value, style in ((score, f'fill="none" stroke="{GREY}"'), (advantage, f'fill="{BLUE}" fill-opacity="0.7"')):
+            value = min(value, axes.y[1])
             x, y = axes.at(left, max(value, 0.0))
             height = abs(axes.at(0, value)[1] - axes.at(0, 0)[1])
             parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="22" height="{height:.1f}" {style}/>')
-    words = [
-        _text(axes.at(at, 0)[0], HEIGHT - 12, text, anchor="middle") for at, text in ((2.4, "task 1"), (7.4, "task 2"))
+    labels = [
+        _text(axes.at(at, 0)[0], HEIGHT - 12, text, anchor="middle") for at, text in zip((2.4, 7.4), words, strict=True)
     ]
-    return _svg([*parts, *words])
+    return _svg([*parts, *labels])
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -176,6 +202,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "estimator-reinforce-plus-plus": lambda: bars("reinforce++"),
     "estimator-reinforce-plus-plus-baseline": lambda: bars("reinforce++-baseline"),
     "estimator-remax": lambda: bars("remax"),
+    "estimator-max_rl": lambda: bars("max_rl"),
+    "estimator-rae": lambda: bars("rae"),
+    "estimator-hierarchical_grpo": within_a_rollout,
 }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from agl.contracts import Recorded
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, ResourceVersion, Rollout, Weights
 from agl_algo_torch.data.credited_rows import prepare
@@ -112,6 +113,32 @@ def test_the_reward_rises(model_dir: Path, tmp_path: Path, params: dict[str, Any
     metrics, _ = metrics_of(tmp_path / "work", model_dir, **{"steps": 10, "group_size": 8, "lr": 1e-2, **params})
     rewards = [m["reward"] for m in metrics]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.15, rewards
+
+
+def test_rollouts_of_a_source_are_trained_as_if_they_were_collected(model_dir: Path, tmp_path: Path) -> None:
+    payer = AlgorithmBench(scenario_of(model_dir, steps=1), tmp_path / "payer")
+    asyncio.run(run(payer))
+    given = Recorded(episodes=tuple(payer.collected.values()), dropped={"stale": 3})
+    bench = AlgorithmBench(scenario_of(model_dir, steps=1), tmp_path / "work", given=given)
+    (metrics,) = asyncio.run(run(bench))
+    assert ({}, 3.0) == (bench.collected, metrics["dropped_stale"])
+    own, shared = (load_model(each.published[-1].resource.uri, device="cpu").model for each in (payer, bench))
+    assert all(torch.equal(a, b) for a, b in zip(own.parameters(), shared.parameters(), strict=True))
+
+
+def test_source_that_has_nothing_more_ends_the_training(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, steps=9), tmp_path, given=Recorded())
+    (metrics,) = asyncio.run(run(bench))
+    assert (1.0, []) == (metrics["updates_skipped"], bench.published)
+
+
+@pytest.mark.parametrize("params", [{"refill": 2}, {"curriculum": "frontier"}, {"estimator": "remax"}])
+def test_settings_of_collecting_are_refused_with_a_source(
+    model_dir: Path, tmp_path: Path, params: dict[str, Any]
+) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, **params), tmp_path, given=Recorded())
+    with pytest.raises(ConfigError, match=r"which chose its own tasks, so .* would be ignored"):
+        asyncio.run(run(bench))
 
 
 def test_recomputed_logprobs_agree_with_the_samplers(model_dir: Path, tmp_path: Path) -> None:

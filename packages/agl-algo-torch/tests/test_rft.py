@@ -110,7 +110,6 @@ def test_nothing_good_enough_trains_and_publishes_nothing(model_dir: Path, tmp_p
 @pytest.mark.parametrize(
     ("params", "given", "message"),
     [
-        ({"tasks_per_step": 4}, True, "collects nothing, so tasks_per_step"),
         ({"max_age": 2}, False, "max_age without a source"),
         ({"tasks_per_step": None, "group_size": None, "refill": 2}, True, "chose its own tasks, so refill would"),
         (

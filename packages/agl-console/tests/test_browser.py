@@ -190,8 +190,9 @@ def test_bar_of_a_rollouts_reward_leads_to_the_rollouts_like_it_without_scripts(
     with Page(browser, width=360, scripts=False) as shown:
         shown.page.goto(f"{address}/rollouts/{rollout_name(11)}")
         deciding = shown.page.locator(".rewards tr.chosen")
-        assert "decides" in deciding.inner_text()
+        assert "the rollout's reward" in deciding.inner_text()
         assert "form 1" in deciding.inner_text()
+        shown.page.get_by_text("How these rewards compare").click()
         place = shown.page.locator(".place").first
         assert "the reward that trains" in place.inner_text()
         assert "this rollout" in (place.locator(".here").inner_text())
@@ -201,12 +202,17 @@ def test_bar_of_a_rollouts_reward_leads_to_the_rollouts_like_it_without_scripts(
         assert shown.page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_keyboard_alone_opens_spans_and_reads_tokens(browser: Any, address: str) -> None:
+def test_keyboard_alone_follows_rollouts_and_spans_and_reads_tokens(browser: Any, address: str) -> None:
     with Page(browser, width=1000) as shown:
         shown.page.goto(address + "/rollouts/sums-1-grpo-hostile")
-        shown.page.locator(".tree summary").nth(2).focus()
+        shown.page.locator(".tree a").nth(2).focus()
         shown.page.keyboard.press("Enter")
-        assert HOSTILE[:25] in shown.page.locator(".tree details[open]").inner_text()
+        assert HOSTILE[:25] in shown.page.locator(".turn:target").inner_text()
+        shown.page.goto(f"{address}/rollouts/{FIRST}")
+        shown.page.keyboard.press("j")
+        shown.page.wait_for_url(f"**/rollouts/{rollout_name(3)}?by=step")
+        shown.page.keyboard.press("k")
+        shown.page.wait_for_url(f"**/rollouts/{FIRST}?by=step")
         shown.page.goto(f"{address}/rollouts/{FIRST}/tokens")
         shown.page.locator("[data-cells]").focus()
         for _ in range(31):
@@ -214,6 +220,25 @@ def test_keyboard_alone_opens_spans_and_reads_tokens(browser: Any, address: str)
         said = shown.page.inner_text("[data-about-token]")
         assert said.startswith("position 30, token 40, log-probability -")
         assert "can train, advantage -0.5, version v1" in said
+        assert [] == shown.errors
+
+
+def test_task_and_request_are_copied(browser: Any, address: str) -> None:
+    with Page(browser, width=1000) as shown:
+        shown.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        copied = "navigator.clipboard.readText()"
+        shown.page.goto(f"{address}/rollouts/{FIRST}")
+        shown.page.get_by_text("ways to use it again").click()
+        shown.page.get_by_role("button", name="Copy the task for agl dev").click()
+        shown.page.get_by_text("Copied").wait_for()
+        assert shown.page.evaluate(copied).startswith("printf '%s")
+        shown.page.get_by_role("button", name="Copy the rollout as JSON").click()
+        shown.page.get_by_text("Copied").nth(1).wait_for()
+        assert shown.page.evaluate(copied).startswith('{"rollout_id":"' + FIRST)
+        shown.page.goto(f"{address}/rollouts/{FIRST}/spans/3")
+        shown.page.get_by_role("button", name="Copy as curl").click()
+        shown.page.get_by_text("Copied").wait_for()
+        assert shown.page.evaluate(copied).startswith('curl "$OPENAI_BASE_URL/chat/completions" ')
         assert [] == shown.errors
 
 

@@ -1,8 +1,11 @@
 """Every view as a page and as JSON, over a store that training runs filled."""
 
 import html
+import json
 import re
+import shlex
 import sqlite3
+import subprocess
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from msgspec.structs import replace
 
+from agl import semconv
 from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, VersionScore
 from agl.schemas import (
     ErrorInfo,
@@ -418,7 +422,7 @@ async def test_pages_of_a_step_end_with_its_last_rollout(opened: Open) -> None:
     assert SCANNED == sum(looked)
 
 
-async def test_rollout_shows_the_tree_with_calls_rewards_and_reasons(opened: Open) -> None:
+async def test_rollout_shows_its_time_line_and_reasons(opened: Open) -> None:
     async with opened() as client:
         data = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00006-000")
     nodes = [(node["depth"], node["kind"], node["agent"]) for node in data["nodes"]]
@@ -434,10 +438,158 @@ async def test_rollout_shows_the_tree_with_calls_rewards_and_reasons(opened: Ope
         (1, "reward", ""),
     ] == nodes
     assert 0.5 == data["reward"]
-    assert 0.5 == data["nodes"][-1]["reward"]["value"]
-    assert ["row 0 at 30", "row 1 at 20", "row 1 at 60"] == [node["fate"] for node in data["nodes"] if node["fate"]]
-    assert [2, 1] == [data["nodes"][-3]["repeated"], len(data["nodes"][-3]["texts"]) - 1]
     assert any("3 calls recorded, 0 rejected; 2 rows with 70 sampled tokens" in line for line in data["why"])
+
+
+async def test_rollout_is_a_conversation_in_which_a_call_shows_its_new_messages(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, f"/rollouts/{rollout_name(6)}")
+        page = await text_of(client, f"/rollouts/{rollout_name(6)}")
+    turns = data["turns"]
+    assert [("call", "planner"), ("call", "writer"), ("tool", "writer"), ("handoff", ""), ("call", "writer")] == [
+        (turn["node"]["kind"], turn["node"]["agent"]) for turn in turns[:-1]
+    ]
+    said = [[(each["role"], each["text"]["text"]) for each in turn["messages"]] for turn in turns]
+    assert [("system", "be brief"), ("user", "What is 2 + 3?"), ("assistant", "a plan")] == said[0]
+    assert [("user", "go on"), ("assistant", "done")] == said[4]
+    assert [0, 0, 0, 0, 2, 0] == [turn["repeated"] for turn in turns]
+    assert [{"form": 1.0}] == [reward["dimensions"] for reward in turns[-1]["rewards"]]
+    assert re.search(r'id="s8-4">.*?href="#s8-4"', page, re.DOTALL)
+
+
+def asking(*, results: bool, spans: bool, thinking: str = "") -> Any:
+    """Return a script in which a model asks for two tools at once, and answers when both have answered."""
+
+    def fill(recorder: Recorder, **_: Any) -> None:
+        names = [("call-a", '{"x": 1}'), ("call-b", '{"x": 2}')]
+        tools = [{"id": name, "function": {"name": "add", "arguments": given}} for name, given in names]
+        asked = {"role": "user", "content": "add"}
+        wanted = {"role": "assistant", "content": thinking, "tool_calls": tools}
+        first = call(1, prompt=[], answer=[], version="v", messages=[asked], said="")
+        recorder.add("chat", call=replace(first, response={"choices": [{"message": wanted}]}))
+        for value in (2, 1) if spans else ():
+            tool = {semconv.OPERATION: semconv.OP_EXECUTE_TOOL, semconv.TOOL_NAME: "add"}
+            given = {semconv.TOOL_ARGUMENTS: {"x": value}, semconv.TOOL_RESULT: value + 1}
+            recorder.add("execute_tool add", attributes={**tool, **given}, lasts_ms=50)
+        answers = [{"role": "tool", "tool_call_id": name, "content": f"from {name}"} for name, _ in names]
+        messages = [asked, wanted, *(answers if results else [])]
+        recorder.add("chat", call=call(2, prompt=[], answer=[], version="v", messages=messages, said="five"))
+
+    return fill
+
+
+@pytest.mark.parametrize(("results", "spans"), [(True, True), (True, False), (False, True)])
+async def test_tool_call_stands_with_its_result(opened: Open, results: bool, spans: bool) -> None:
+    store = MemoryStore()
+    await record(store, "r", spans=asking(results=results, spans=spans), reward=None)
+    async with opened(store) as client:
+        first, second = (await data_of(client, "/rollouts/r"))["turns"]
+    tools = first["messages"][-1]["tools"]
+    assert ['{"x": 1}', '{"x": 2}'] == [tool["arguments"]["text"] for tool in tools]
+    assert (["from call-a", "from call-b"] if results else ["2", "3"]) == [tool["result"]["text"] for tool in tools]
+    assert ([3, 2] if spans else [0, 0]) == [tool["sequence"] for tool in tools]
+    assert ["five"] == [each["text"]["text"] for each in second["messages"]]
+
+
+async def test_thinking_is_folded_apart_from_the_answer(opened: Open) -> None:
+    store = MemoryStore()
+    script = asking(results=True, spans=True, thinking="<think>\nboth at once\n</think>\n\nI add.")
+    await record(store, "r", spans=script, reward=None)
+    async with opened(store) as client:
+        first = (await data_of(client, "/rollouts/r"))["turns"][0]["messages"][-1]
+        page = await text_of(client, "/rollouts/r")
+    assert ("both at once", "I add.") == (first["thinking"]["text"], first["text"]["text"])
+    assert re.search(r"<details[^>]*><summary>thinking.*?<pre>both at once</pre></details>", page, re.DOTALL)
+
+
+@pytest.mark.parametrize(("returned", "kinds"), [("gone", ["call"]), ("went", ["call", "step"])])
+async def test_reward_stands_with_its_call_and_an_output_is_not_repeated(
+    opened: Open, returned: str, kinds: list[str]
+) -> None:
+    def fill(recorder: Recorder, **_: Any) -> None:
+        root = recorder.add("rollout", lasts_ms=900, attributes={semconv.OUTPUT: returned})
+        made = recorder.add("chat", parent=root, call=call(0, prompt=[], answer=[], version="v", **WORDS))
+        given = Reward(value=0.5, name="style", scope="span", span_id=made, source="evaluator", feedback="no style")
+        recorder.add("evaluate style", parent=root, reward=given)
+
+    store = MemoryStore()
+    await record(store, "r", spans=fill, reward=None)
+    async with opened(store) as client:
+        turns = (await data_of(client, "/rollouts/r"))["turns"]
+        page = await text_of(client, "/rollouts/r")
+    assert "<pre>no style</pre>" in page
+    assert kinds == [turn["node"]["kind"] for turn in turns]
+    assert ["style"] == [reward["name"] for reward in turns[0]["rewards"]]
+
+
+async def test_call_says_what_training_did_with_it(opened: Open) -> None:
+    async with opened() as client:
+        turns = (await data_of(client, f"/rollouts/{rollout_name(9)}"))["turns"]
+    calls = [(turn["tone"], turn["training"]) for turn in turns if turn["node"]["kind"] == "call"]
+    more = "Advantage +0.25: training made this answer more likely."
+    assert [(3, more), (3, more), (None, "Did not train: its answer was cut at a limit of tokens.")] == calls
+
+
+async def equal_group(store: MemoryStore) -> None:
+    """Record four rollouts of a step in two groups; those of the first group earned the same."""
+    for number, reward in enumerate((0.5, 0.5, 1.0, 0.0)):
+        name = f"sums-1-grpo-train-00001-0000{number // 2}-00{number % 2}"
+        await record(store, name, reward=reward, group=f"task-{number // 2}", trains=True)
+
+
+async def test_advantage_of_0_is_explained_by_the_rewards_of_the_group(opened: Open) -> None:
+    store = MemoryStore()
+    await equal_group(store)
+    async with opened(store) as client:
+        silent = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00000-000")
+        tokens = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00000-000/tokens?row=1")
+        other = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00001-000")
+    reason = "because all 2 rollouts of the group earned 0.5"
+    assert f"Advantage 0: training left this answer as likely as it was, {reason}." == silent["turns"][0]["training"]
+    assert f"No advantage, {reason}." == silent["standing"]
+    assert (
+        f"The model sampled 50 of 80 tokens; 30 of them trained. Their advantage is 0, {reason}." == tokens["summary"]
+    )
+    assert "The reward 1 is above the mean 0.5 of its group of 2." == other["standing"]
+
+
+async def test_rollouts_follow_each_other_by_step_group_and_reward(opened: Open) -> None:
+    store = MemoryStore()
+    await equal_group(store)
+    ids = [f"sums-1-grpo-train-00001-0000{group}-00{number}" for group in (0, 1) for number in (0, 1)]
+    async with opened(store) as client:
+        near = [
+            (await data_of(client, f"/rollouts/{ids[2]}?by={by}"))["neighbours"] for by in ("step", "group", "reward")
+        ]
+        page = await text_of(client, f"/rollouts/{ids[2]}?by=reward")
+    assert [(3, 4), (1, 2), (4, 4)] == [(each["place"], each["total"]) for each in near]
+    assert [(ids[1], ids[3]), ("", ids[3]), (ids[1], "")] == [(each["previous"], each["next"]) for each in near]
+    assert re.search(rf'rel="prev" href="[^"]*{ids[1]}\?by=reward"', page)
+    assert 'rel="next"' not in page
+
+
+async def test_rollouts_that_no_step_asked_for_follow_each_other_by_group(opened: Open) -> None:
+    store = MemoryStore()
+    await store.enqueue([Rollout(rollout_id=name, task=1, group_id="g" if name != "b" else "") for name in "abc"])
+    async with opened(store) as client:
+        grouped = (await data_of(client, "/rollouts/a"))["neighbours"]
+        alone = (await data_of(client, "/rollouts/b"))["neighbours"]
+    assert (1, 2, "c") == (grouped["place"], grouped["total"], grouped["next"])
+    assert (2, 3, "a", "c") == tuple(alone[name] for name in ("place", "total", "previous", "next"))
+
+
+async def test_task_and_request_can_be_tried_again_from_a_shell(opened: Open, tmp_path: Path) -> None:
+    store = MemoryStore()
+    await record(store, "r", text="it's $HOME `here`")
+    async with opened(store) as client:
+        commands = (await data_of(client, "/rollouts/r"))["dev"].splitlines()
+        curl = (await data_of(client, "/rollouts/r/spans/3"))["curl"]
+    subprocess.run(["sh", "-c", commands[0]], cwd=tmp_path, check=True)
+    assert {"question": "it's $HOME `here`"} == json.loads((tmp_path / "task.jsonl").read_text())
+    assert commands[1].startswith("agl dev ")
+    sent = json.loads(shlex.split(curl)[-1])
+    assert curl.startswith('curl "$OPENAI_BASE_URL/chat/completions" ')
+    assert "it's $HOME `here`" == sent["messages"][1]["content"]
 
 
 async def test_rollout_is_found_by_the_beginning_of_its_id(opened: Open) -> None:
@@ -458,12 +610,12 @@ async def test_attempts_with_the_same_span_ids_are_told_apart(opened: Open) -> N
         await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status=status, error=error, spans=spans)])
     await store.append_spans([training("r", recorder.spans, step=1, reward=1.0)])
     async with opened(store) as client:
-        trees = [(await data_of(client, f"/rollouts/r?attempt={number}"))["nodes"] for number in (1, 2)]
+        talks = [(await data_of(client, f"/rollouts/r?attempt={number}"))["turns"] for number in (1, 2)]
         shown = [await data_of(client, f"/rollouts/r/spans/3?attempt={number}") for number in (1, 2)]
-    fates = [[node["fate"] for node in tree if node["kind"] == "call"] for tree in trees]
-    assert all(fate.startswith("rejected, not_final") for fate in fates[0])
-    assert ["row 0 at 30", "row 1 at 20", "row 1 at 60"] == fates[1]
-    assert [fates[0][0], fates[1][0]] == [span["fate"] for span in shown]
+    used = [[turn["training"] for turn in talk if turn["node"]["kind"] == "call"] for talk in talks]
+    assert all(sentence.startswith("Cannot train: ") for sentence in used[0])
+    assert "Advantage +0.5: training made this answer more likely." == used[1][0]
+    assert [used[0][0], used[1][0]] == [span["training"] for span in shown]
     cells = [span["cells"][-1] for span in shown]
     assert [(False, None), (True, 1.0)] == [(cell["is_trained"], cell["advantage"]) for cell in cells]
 
@@ -573,9 +725,9 @@ async def test_tokens_of_a_rejected_call_do_not_train(opened: Open) -> None:
     async with opened(store) as client:
         span = await data_of(client, "/rollouts/cut/spans/1")
         page = await text_of(client, "/rollouts/cut")
-    assert span["fate"].startswith("rejected, incomplete")
+    assert span["training"].startswith("Cannot train: ")
     assert [False] * 6 == [cell["is_trained"] for cell in span["cells"]]
-    assert "rejected" in page
+    assert span["training"] in html.unescape(page)
 
 
 async def test_span_whose_packed_tokens_are_not_whole_shows_those_that_are(opened: Open) -> None:
@@ -589,7 +741,7 @@ async def test_span_whose_packed_tokens_are_not_whole_shows_those_that_are(opene
     async with opened(store) as client:
         data = await data_of(client, "/rollouts/r-0/spans/1")
     assert [(0, 0), (1, 1), (2, 7)] == [(cell["position"], cell["id"]) for cell in data["cells"]]
-    assert "are not whole int32 numbers" in data["fate"]
+    assert "are not whole int32 numbers" in data["training"]
 
 
 async def test_span_shows_long_texts_further_than_the_rollout(opened: Open) -> None:
@@ -734,7 +886,7 @@ async def test_rollout_says_what_steps_made_of_its_calls(opened: Open) -> None:
 Said = tuple[str, Sequence[int], Sequence[int], str]
 """A call of a scripted rollout: agent, tokens of the prompt, tokens of the answer, and text of the answer."""
 
-PARTINGS: dict[str, tuple[list[Said], str | None]] = {
+DIFFERENCES: dict[str, tuple[list[Said], str | None]] = {
     "equal": ([("a", [1, 2], [3, 4], "yes"), ("b", [5], [6], "no")], None),
     "other answer": ([("a", [1, 2], [3, 9], "yes!"), ("b", [5], [6], "no")], "call 1, answer, token 2"),
     "other prompt": ([("a", [1, 2], [3, 4], "yes"), ("b", [7], [6], "no")], "call 2, prompt, token 1"),
@@ -744,8 +896,8 @@ PARTINGS: dict[str, tuple[list[Said], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("other", PARTINGS)
-async def test_group_marks_where_a_rollout_departs_from_the_first(opened: Open, other: str) -> None:
+@pytest.mark.parametrize("other", DIFFERENCES)
+async def test_group_says_where_a_rollout_first_differs(opened: Open, other: str) -> None:
     def said(calls: Sequence[Said]) -> Any:
         def fill(recorder: Recorder, **_: Any) -> None:
             for number, (who, prompt, answer, text) in enumerate(calls):
@@ -756,15 +908,49 @@ async def test_group_marks_where_a_rollout_departs_from_the_first(opened: Open, 
 
         return fill
 
-    calls, words = PARTINGS[other]
+    calls, words = DIFFERENCES[other]
     store = MemoryStore()
-    await record(store, "r-0", spans=said(PARTINGS["equal"][0]), group="same", experiment="parts")
+    await record(store, "r-0", spans=said(DIFFERENCES["equal"][0]), group="same", experiment="parts")
     await record(store, "r-1", spans=said(calls), group="same", experiment="parts")
     async with opened(store) as client:
         data = await data_of(client, "/group?experiment=parts&group=same")
-    parting = data["members"][1]["parting"]
-    assert words == (parting and parting["words"])
-    assert data["first"] == (parting and parting["call"])
+    found = data["members"][1]["difference"]
+    assert words == (found and found["words"])
+    assert data["first"] == (found and found["call"])
+
+
+async def test_calls_that_a_group_shares_are_shown_once(opened: Open) -> None:
+    def said(*texts: str) -> Any:
+        def fill(recorder: Recorder, **_: Any) -> None:
+            for number, text in enumerate(texts):
+                made = call(number, prompt=[1], answer=[], version="v", messages=WORDS["messages"], said=text)
+                recorder.add("chat", call=made)
+
+        return fill
+
+    store = MemoryStore()
+    for number, last in enumerate(("left", "right", "left")):
+        await record(store, f"r-{number}", spans=said("the same start", last), group="same", experiment="parts")
+    async with opened(store) as client:
+        page = await text_of(client, "/group?experiment=parts&group=same")
+    assert 1 == page.count("the same start")
+    assert "Their first 1 call is the same; they differ from call 2 on." in page
+    assert ["right"] == re.findall("<mark>(.*?)</mark>", page)
+
+
+async def test_group_says_who_got_which_advantage_and_why(opened: Open) -> None:
+    store = MemoryStore()
+    await equal_group(store)
+    address = "/group?experiment=sums&algorithm=grpo&step=1&group=task-"
+    async with opened(store) as client:
+        silent = (await data_of(client, address + "0"))["members"]
+        loud = (await data_of(client, address + "1"))["members"]
+    assert {"No advantage, because all 2 rollouts of the group earned 0.5."} == {one["why"] for one in silent}
+    assert [
+        "The reward 1 is above the mean 0.5 of its group of 2. Training made its answers more likely.",
+        "The reward 0 is below the mean 0.5 of its group of 2. Training made its answers less likely.",
+    ] == [one["why"] for one in loud]
+    assert [3, -3] == [one["calls"][0]["tone"] for one in loud]
 
 
 async def test_calls_that_differ_in_the_ids_of_tools_alone_are_equal(opened: Open) -> None:
@@ -785,7 +971,7 @@ async def test_calls_that_differ_in_the_ids_of_tools_alone_are_equal(opened: Ope
         await record(store, f"r-{number}", spans=used(name), group="same", experiment="parts")
     async with opened(store) as client:
         data = await data_of(client, "/group?experiment=parts&group=same")
-    assert data["members"][1]["parting"] is None
+    assert data["members"][1]["difference"] is None
 
 
 async def test_request_that_was_retried_is_no_difference_in_its_group(opened: Open) -> None:
@@ -803,7 +989,7 @@ async def test_request_that_was_retried_is_no_difference_in_its_group(opened: Op
         await record(store, f"r-{retries}", spans=used(retries), group="same", experiment="parts")
     async with opened(store) as client:
         data = await data_of(client, "/group?experiment=parts&group=same")
-    assert [None, None] == [member["parting"] for member in data["members"]]
+    assert [None, None] == [member["difference"] for member in data["members"]]
 
 
 async def test_failed_call_has_no_answer_in_its_group(opened: Open) -> None:
@@ -1131,17 +1317,17 @@ async def judged_store(*, rollouts: int = 5, text: str = "hello") -> MemoryStore
     return store
 
 
-async def test_rollout_shows_every_reward_with_its_parts_weights_and_fate(opened: Open) -> None:
+async def test_rollout_shows_every_reward_with_its_parts_weights_and_use(opened: Open) -> None:
     async with opened(await judged_store()) as client:
         page = await text_of(client, "/rollouts/sums-1-grpo-003")
         scoring = (await data_of(client, "/rollouts/sums-1-grpo-003"))["scoring"]
     assert "the evaluator's reward" == scoring["rule"]
     assert [
-        (-1.0, "does not decide"),
-        (0.75, "decides"),
+        (-1.0, "not used"),
+        (0.75, "the rollout's reward"),
         (0.1, "for the turn"),
         (9.0, "not trusted: it came with the agent's own token"),
-    ] == [(row["value"], row["fate"]) for row in scoring["rows"]]
+    ] == [(row["value"], row["use"]) for row in scoring["rows"]]
     deciding, of_turn = scoring["rows"][1:3]
     assert [("right", 0.75, 0.75), ("short", 1.0, 0.25)] == [
         (part["name"], part["value"], part["weight"]) for part in deciding["parts"]

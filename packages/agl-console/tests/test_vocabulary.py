@@ -1,16 +1,20 @@
 """Reading the texts of tokens from the vocabularies of models."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agl.errors import ConfigError
+from agl.schemas import ResourceVersion, Rollout, Weights
+from agl.stores import MemoryStore
 from agl_console.vocabulary import Vocabulary
 from agl_testing.commands import run_agl
 
-from .records import rollout_name
+from .conftest import Open
+from .records import Recorder, rollout_name, team
 
 BYTE_LEVEL = {"model": {"type": "BPE", "vocab": {"Hi": 0, "Ġyou": 1, "Ċ": 2, "Ã": 3, "Ã¤": 4}}}
 ADDED = [{"id": 9, "content": "<|end|>", "special": True}]
@@ -50,3 +54,31 @@ def test_tokens_of_a_view_have_their_texts(filled: Path, tmp_path: Path) -> None
     words = ("console", str(filled), "--tokenizer", str(tmp_path), "--json", address)
     cells = json.loads(run_agl(*words, folder=tmp_path))["cells"]
     assert ["<script>", " b", ""] == [cell["text"] for cell in cells[:3]]
+
+
+async def test_tokens_have_the_texts_of_the_weights_that_sampled_them(opened: Open, tmp_path: Path) -> None:
+    store = MemoryStore()
+    versions: list[ResourceVersion] = []
+    for name in ("v1", "v2"):
+        folder = tmp_path / name
+        folder.mkdir()
+        written(folder, {"model": {"vocab": {f"of {name}": 100}}})
+        versions.append(ResourceVersion(name="small", version=name, resource=Weights(uri=str(folder))))
+    await store.publish(versions)
+    await store.enqueue([Rollout(rollout_id="r", task=1, resources={"small": "v1"})])
+    (claim,) = await store.claim(worker="w")
+    recorder = Recorder("r", claim.attempt.attempt_id)
+    team(recorder, text="go", reward=None, version="1")
+    await store.append_spans(recorder.spans)
+    address = "/rollouts/r/tokens?row=1"
+    async with opened(store) as client:
+        shown = [
+            await (await client.get(each + "&format=json")).json()
+            for each in (address, "/rollouts/r/spans/5?attempt=1")
+        ]
+        assert [["of v1", ""]] * 2 == [[cell["text"] for cell in each["cells"][:2]] for each in shown]
+        (tmp_path / "v1" / "tokenizer.json").unlink()
+        data = await (await client.get(address + "&format=json")).json()
+        page = await (await client.get(address)).text()
+    assert "of v2" == data["cells"][0]["text"]
+    assert re.search(r'<span class="bound">answer</span><span class="t [^>]*data-about="position 20,', page)

@@ -86,7 +86,7 @@ class TestDRO(LossConformance):
 
 
 class TestGroupEstimators(EstimatorConformance):
-    @pytest.fixture(params=["grpo", "dr_grpo", "rloo", "opo", "grpo_passk"])
+    @pytest.fixture(params=["grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "max_rl", "hierarchical_grpo"])
     def estimator(self, request: pytest.FixtureRequest) -> Estimator:
         return find_estimator(request.param).call
 
@@ -94,6 +94,6 @@ class TestGroupEstimators(EstimatorConformance):
 class TestBatchEstimators(EstimatorConformance):
     compares_batch = True
 
-    @pytest.fixture(params=["gpg", "reinforce++", "reinforce++-baseline"])
+    @pytest.fixture(params=["gpg", "reinforce++", "reinforce++-baseline", "rae"])
     def estimator(self, request: pytest.FixtureRequest) -> Estimator:
         return find_estimator(request.param).call

@@ -36,7 +36,7 @@ def advantages(
     credits: list[list[CallCredit]] = [[] for _ in range(max(rollouts, default=-1) + 1)]
     groups = [0] * len(credits)
     for number, (value, rollout, place) in enumerate(zip(values, rollouts, places, strict=True)):
-        credits[rollout].append(CallCredit(span_id=str(number), value=value, baseline=""))
+        credits[rollout].append(CallCredit(span_id=str(number), value=value, baseline="", role="writer"))
         groups[rollout] = place
     counts = {str(number): count for number, count in enumerate(tokens or [1] * len(values))}
     found = call_advantages(credits, groups=groups, tokens=counts, estimator=find_estimator(estimator).call)
@@ -151,8 +151,8 @@ def test_turn_values_are_compared_with_the_mean_of_rollouts() -> None:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_turns_of_equal_rollouts_differ_only_where_nothing_is_divided(estimator: str) -> None:
     found = advantages([1.0, 0.0, 0.0, 1.0], estimator, rollouts=[0, 0, 1, 1], places=[0] * 4)
-    expected = [0.0] * 4 if estimator in DIVIDING else [0.5, -0.5, -0.5, 0.5]
-    assert expected == found
+    unit = 0.0 if estimator in DIVIDING else 2.0 if estimator == "max_rl" else 1.0
+    assert [0.5 * unit, -0.5 * unit, -0.5 * unit, 0.5 * unit] == found
 
 
 @given(rewards, st.data())
@@ -184,6 +184,65 @@ def test_passk_rewards_the_best_of_a_group_by_its_distance_from_the_second(group
         expected = [0.0] * len(group)
         expected[group.index(best)] = (best - second) / (statistics.stdev(group) + 1e-6)
         assert expected == pytest.approx(got, abs=1e-9)
+
+
+@given(st.lists(st.lists(st.integers(0, 4).map(lambda n: n / 4), min_size=2, max_size=6), min_size=1, max_size=5))
+def test_max_rl_divides_by_the_mean_of_the_group(groups: list[list[float]]) -> None:
+    for group, got in zip(groups, one_call_each(groups, "max_rl"), strict=True):
+        mean = statistics.fmean(group)
+        assert [(v - mean) / mean if mean else 0.0 for v in group] == pytest.approx(got, abs=1e-8)
+
+
+def test_max_rl_is_unbiased_for_the_first_terms_of_the_logarithm() -> None:
+    # An answer of one token that is right with p = sigmoid(x): d log pi / dx is 1 - p if right, and -p if wrong.
+    p, n, gradient = 0.3, 4, 0.0
+    for bits in range(2**n):
+        right = [bool(bits >> place & 1) for place in range(n)]
+        chance = p ** sum(right) * (1 - p) ** (n - sum(right))
+        (found,) = one_call_each([[float(each) for each in right]], "max_rl")
+        gradient += chance / n * sum(a * (1 - p if each else -p) for a, each in zip(found, right, strict=True))
+    # J = -sum_{k=1..n} (1 - p)^k / k. The group's own mean as a baseline takes its last term away.
+    expected = sum((1 - p) ** (k - 1) for k in range(1, n)) * p * (1 - p)
+    assert expected == pytest.approx(gradient, abs=1e-8)
+
+
+@given(st.lists(st.tuples(st.integers(-8, 8), st.integers(-8, 8)), min_size=2, max_size=12), st.integers(1, 4))
+def test_rae_subtracts_the_mean_of_the_role_over_all_tasks(games: list[tuple[int, int]], size: int) -> None:
+    credits = [
+        [
+            CallCredit(span_id=role, value=float(value), baseline=f"{n // size}/{role}", role=role)
+            for role, value in zip("ab", game, strict=True)
+        ]
+        for n, game in enumerate(games)
+    ]
+    groups = [n // size for n in range(len(games))]
+    found = call_advantages(credits, groups=groups, tokens={}, estimator=find_estimator("rae").call)
+    means = [statistics.fmean(game[player] for game in games) for player in (0, 1)]
+    for game, got in zip(games, found, strict=True):
+        assert [game[0] - means[0], game[1] - means[1]] == pytest.approx([got["a"], got["b"]], abs=1e-8)
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=2, max_size=5))
+def test_hierarchical_grpo_compares_attempts_within_a_rollout_and_proposals_across(attempts: list[list[int]]) -> None:
+    credits = [
+        [
+            CallCredit(span_id="p", value=float(max(own)), baseline="proposer", role="proposer"),
+            *(CallCredit(span_id=str(n), value=float(v), baseline="solver", role="solver") for n, v in enumerate(own)),
+        ]
+        for own in attempts
+    ]
+    groups = [0] * len(attempts)
+    found = call_advantages(credits, groups=groups, tokens={}, estimator=find_estimator("hierarchical_grpo").call)
+    mean = statistics.fmean(max(own) for own in attempts)
+    for own, got in zip(attempts, found, strict=True):
+        expected = [max(own) - mean, *(v - statistics.fmean(own) for v in own)]
+        assert expected == pytest.approx(list(got.values()), abs=1e-8)
+
+
+def test_hierarchical_grpo_refuses_a_credit_without_roles() -> None:
+    credits = [[CallCredit(span_id="a", value=1.0, baseline="")]]
+    with pytest.raises(ConfigError, match=r'\[credit\] use = "role"'):
+        call_advantages(credits, groups=[0], tokens={}, estimator=find_estimator("hierarchical_grpo").call)
 
 
 def test_remax_subtracts_the_greedy_rollout_or_says_that_it_is_missing() -> None:

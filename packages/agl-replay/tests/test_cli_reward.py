@@ -3,11 +3,13 @@
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from agl.errors import RewardError
 from agl.schemas import ErrorInfo, Outcome
 from agl.tracing import make_reward_span
 from agl_inspect.terminal.program import cli
+from agl_replay.reward_change import agreement
 from agl_run.runners.result import describe_error
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer
@@ -72,6 +75,20 @@ async def judged_together(rollout, spans):
     return float(max(most))
 
 together, most = [], []
+
+class Ranks:
+    def __init__(self, *, fails_on=""):
+        self._fails_on = fails_on
+
+    def __call__(self, rollout, spans):
+        return None
+
+    async def compare(self, group):
+        assert all(span.reward is None or span.reward.source == "agent" for one in group for span in one.spans)
+        sizes = [len(said(one.spans)) for one in group]
+        if self._fails_on in [said(one.spans) for one in group]:
+            raise ValueError("no order")
+        return [sum(own > other for other in sizes) for own in sizes]
 
 def signed(rollout, spans):
     number = int(rollout.rollout_id[-5])
@@ -184,6 +201,55 @@ def test_summary_compares_order_and_spread_within_groups(recorded: Callable[...,
     groups = data_of("--set", "reward.use=measure:above")["change"]["groups"]
     assert {**expected, "reordered": 2, "turned": 4} == groups
     assert "silent groups, which teach nothing: 50% recorded, 0% now" in invoke("--summary").output
+
+
+def test_rewards_that_compare_rollouts_see_each_group(recorded: Callable[..., None]) -> None:
+    recorded(GROUPS)
+    found = data_of("--set", "reward.use=measure:Ranks")
+    assert [1.0, 0.0, 1.0, 0.0] == [one["after"] for one in found["rollouts"]]
+    failed = data_of("--set", "reward.use=measure:Ranks", "--set", "reward.params.fails_on=aa")
+    assert [None, None, 1.0, 0.0] == [one["after"] for one in failed["rollouts"]]
+    assert {"the reward 'measure:Ranks' failed on a group: no order": 2} == failed["change"]["errors"]
+
+
+def test_agreement_with_people_is_shown_for_recorded_and_new_rewards(recorded: Callable[..., None]) -> None:
+    recorded([("x", "aaa", 0.0), ("x", "aa", 0.0), ("y", "a", 1.0), ("y", "", 0.0)])
+    assert "agreement" not in invoke("--summary").output
+    for number, rating in enumerate(["up", "up", "down", "down"]):
+        rated = [
+            "runs",
+            "rate",
+            f"spell-1-grpo-train-00001-{number:05d}-000",
+            rating,
+            "--store",
+            "sqlite:///runs/spell.db",
+        ]
+        assert 0 == CliRunner().invoke(cli, rated, catch_exceptions=False).exit_code
+    lines = invoke("--summary").output.splitlines()
+    words = "agreement with people on 4 rated rollouts: kappa"
+    assert any(line.startswith(f"recorded: {words} -0.50 (") for line in lines), lines
+    (now,) = [line for line in lines if line.startswith(f"now: {words} 1.00 (")]
+    assert now.endswith("; 0 called good that people do not, 0 missed")
+
+
+@pytest.mark.parametrize(
+    ("cells", "n"),
+    [
+        ((0.4, 0.1, 0.1, 0.4), 30),
+        pytest.param((0.7, 0.05, 0.1, 0.15), 60, marks=pytest.mark.long),
+        pytest.param((0.3, 0.2, 0.2, 0.3), 20, marks=pytest.mark.long),
+        pytest.param((0.48, 0.02, 0.02, 0.48), 40, marks=pytest.mark.long),
+    ],
+)
+def test_interval_of_kappa_contains_the_truth(cells: Sequence[float], n: int) -> None:
+    both, reward, rating, neither = cells
+    chance = (both + reward) * (both + rating) + (rating + neither) * (reward + neither)
+    truth = (both + neither - chance) / (1 - chance)
+    rng = random.Random(1)
+    kinds = ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0))
+    found = [agreement(rng.choices(kinds, cells, k=n)) for _ in range(200)]
+    assert 0.9 * 200 <= sum(one is not None and one.low <= truth <= one.high for one in found)
+    assert 0.9 > fmean(one.high - one.low for one in found if one is not None)
 
 
 def test_parts_have_mean_spread_and_shares_at_their_ends(recorded: Callable[..., None]) -> None:

@@ -53,7 +53,7 @@ def test_judge_without_feedback_gives_the_score_and_the_reason_of_a_missing_one(
     assert (0.8, "") == (reward.value, reward.feedback)
     missing, _ = scored(Reply(text="no idea"), feedback=False, retries=0)
     assert missing.value is None
-    assert "no score in its answer" in missing.feedback
+    assert "no score: its answer was" in missing.feedback
 
 
 def test_score_is_scaled_and_the_reason_is_kept(server: ScriptedModelServer) -> None:

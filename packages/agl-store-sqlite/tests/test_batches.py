@@ -46,7 +46,8 @@ def test_work_is_reverted_if_its_caller_is_cancelled(turns: int, is_reverted: bo
 
     async def body() -> Any:
         task = asyncio.create_task(batches.run("claim", undo=undo))
-        await asyncio.sleep(0)
+        for _ in range(2):  # the task starts, and hands its work over one turn later
+            await asyncio.sleep(0)
         book.wait()
         batches.submit("next")
         book.allow()
@@ -65,6 +66,38 @@ def test_work_is_reverted_if_its_caller_is_cancelled(turns: int, is_reverted: bo
     else:
         assert answer == "claim"
         assert ["claim", "next"] == book.done
+
+
+def test_work_of_tasks_that_wake_together_is_one_batch() -> None:
+    sizes: list[int] = []
+
+    def act(names: Sequence[str]) -> list[Any]:
+        sizes.append(len(names))
+        return list(names)
+
+    batches = Batches(act, shown_url="book://")
+
+    async def body() -> list[Any]:
+        return await asyncio.gather(*map(batches.run, "abc"))
+
+    assert ["a", "b", "c"] == asyncio.run(body())
+    batches.close()
+    assert [3] == sizes
+
+
+def test_work_that_is_cancelled_before_it_is_handed_over_is_not_done() -> None:
+    book = Book()
+    batches = Batches(book.act, shown_url="book://")
+
+    async def body() -> None:
+        task = asyncio.create_task(batches.run("claim", undo=undo))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(body())
+    batches.close()
+    assert [] == book.done
 
 
 class BusyError(Exception):
@@ -105,7 +138,8 @@ def test_work_is_reverted_if_its_callers_loop_is_closed() -> None:
     batches = Batches(book.act, shown_url="book://")
     loop = asyncio.new_event_loop()
     task = loop.create_task(batches.run("claim", undo=undo))
-    loop.run_until_complete(asyncio.sleep(0))
+    for _ in range(2):
+        loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     book.wait()
     book.allow(2)

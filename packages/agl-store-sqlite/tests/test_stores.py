@@ -331,6 +331,20 @@ def test_states_and_metrics_are_replaced_and_sorted(opener: Opener) -> None:
     run(opener, body)
 
 
+@pytest.mark.parametrize("unknown", [[], ["none.1"]])
+def test_outcomes_that_come_together_are_answered_one_by_one(opener: Opener, unknown: list[str]) -> None:
+    async def body(store: Store) -> None:
+        await start(store, "a", "b", "c")
+        batches = [["a.1"], ["b.1", "c.1"], unknown]
+        outcomes = [[Outcome(attempt_id=each, status="succeeded") for each in batch] for batch in batches]
+        *answers, last = await asyncio.gather(*map(store.finish, outcomes), return_exceptions=True)
+        assert [["a"], ["b", "c"]] == [[rollout.rollout_id for rollout in answer] for answer in answers]
+        assert isinstance(last, NotFoundError) if unknown else last == []
+        assert ["succeeded"] * 3 == [rollout.status for rollout in await store.rollouts(RolloutQuery())]
+
+    run(opener, body)
+
+
 def test_delete_takes_what_is_finished_only(opener: Opener) -> None:
     async def body(store: Store) -> None:
         await start(store, "a", "b")

@@ -54,7 +54,8 @@ class Talk:
         given = {"model": "main_llm", "messages": self.messages, "tools": TOOLS, **options}
         answer = await self.client.chat.completions.create(**given)
         self.answers.append(answer)
-        message = answer.choices[0].message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
+        parts = {"role", "content", "tool_calls", "reasoning"}
+        message = answer.choices[0].message.model_dump(include=parts, exclude_none=True)
         for call in message.get("tool_calls", ()):
             arguments = json.loads(call["function"]["arguments"])
             call["function"]["arguments"] = json.dumps(dict(sorted(arguments.items())), indent=1)
@@ -97,9 +98,9 @@ def test_fifty_turns_with_calls_written_back_in_another_notation_are_one_row(bas
         assert (sampled, {"first": 1, "spliced": TURNS - 1}) == (sum(episode.rows[0].mask), counts)
 
 
-def talked(base, act, **settings):
+def talked(base, act, *, is_old=False, **settings):
     """Hold a conversation through the relay; return the result of `act`, the relay's counts, and the stand-in."""
-    server = Server()
+    server = Server(is_old=is_old)
 
     async def run():
         async with serving(base, [server], tokens_in=True, **settings) as (policy, served):
@@ -113,9 +114,10 @@ def talked(base, act, **settings):
 WITH_IDS = {"logprobs": True, "extra_body": {"return_token_ids": True}}
 
 
+@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 5}, {"max_tokens": 500}])
 @pytest.mark.parametrize("last", ["go on", "plain"])
-def test_spliced_answer_is_what_the_chat_endpoint_answers(base, last, options):
+def test_spliced_answer_is_what_the_chat_endpoint_answers(base, last, options, is_old):
     async def act(talk):
         await talk.turn(**WITH_IDS)
         talk.messages[-1]["content"] = last
@@ -128,7 +130,7 @@ def test_spliced_answer_is_what_the_chat_endpoint_answers(base, last, options):
             async with session.post(url, json=made) as reply:
                 return talk.answers[-1].model_dump(), await reply.json()
 
-    (spliced, plain), counts, _ = talked(base, act)
+    (spliced, plain), counts, _ = talked(base, act, is_old=is_old)
     assert {"first": 2, "spliced": 1} == counts
     for answer in (spliced, plain):
         for call in answer["choices"][0]["message"]["tool_calls"] or ():
@@ -167,6 +169,25 @@ def test_call_that_the_client_changed_is_read_as_it_came(base, change):
     messages, counts, server = talked(base, act)
     assert {"first": 2} == counts
     assert encode(render(messages)) == server.prompts[-1]
+
+
+def test_answers_with_reasoning_are_continued_while_the_template_keeps_the_reasoning(base):
+    async def act(talk):
+        talk.messages[0]["content"] = "think"
+        for _ in range(3):
+            await talk.turn(**WITH_IDS)
+        talk.messages.append({"role": "user", "content": "go on"})  # before which the template drops reasoning
+        await talk.turn(**WITH_IDS)
+        talk.messages[-2].pop("reasoning")
+        await talk.turn(**WITH_IDS)
+        return talk.answers
+
+    answers, counts, server = talked(base, act)
+    assert {"first": 1, "spliced": 2, "changed": 2} == counts
+    for answer, later in zip(answers[:2], server.prompts[1:3], strict=True):
+        earlier = [*answer.model_extra["prompt_token_ids"], *answer.choices[0].model_extra["token_ids"]]
+        assert earlier == later[: len(earlier)]
+    assert b"<think>" not in bytes(token for token in server.prompts[3] if token < 256)
 
 
 def test_conversation_that_was_changed_before_the_answer_is_text_and_counted(base):

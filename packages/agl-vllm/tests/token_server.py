@@ -2,7 +2,9 @@
 
 It follows vLLM's schemas (`entrypoints/scale_out/token_in_token_out/protocol.py`, `entrypoints/serve/tokenize`) and is
 stricter: fields that they do not have are refused. Tokens are bytes and two special ones. Its model calls `calc` in
-every turn, without white space, where the template prints calls with it; a prompt that ends in `plain` gets text.
+every turn, without white space, where the template prints calls with it; a prompt that ends in `plain` gets text, and
+one with `think` a call with reasoning, in the template's notation. The template drops reasoning that precedes a
+message of the user.
 """
 
 import json
@@ -106,9 +108,11 @@ def decode(ids: list[int]) -> str:
 
 
 def render(messages: list[dict[str, Any]]) -> str:
-    text = ""
-    for message in messages:
+    text, last = "", max((at for at, m in enumerate(messages) if m["role"] == "user"), default=0)
+    for at, message in enumerate(messages):
         body = message.get("content") or ""
+        if message.get("reasoning") and at > last:
+            body = f"<think>{message['reasoning']}</think>{body}"
         for call in message.get("tool_calls") or ():
             function = call["function"]
             shown = {"name": function["name"], "arguments": json.loads(function["arguments"])}
@@ -122,9 +126,13 @@ class RefusedError(Exception):
 
 
 class Server:
-    """The server; `paths` lists the paths of requests, and `prompts` the token ids that the model read."""
+    """The server; `paths` lists the paths of requests, and `prompts` the token ids that the model read.
 
-    def __init__(self) -> None:
+    With `is_old` it answers as vLLM 0.24: `generate` returns no prompt, and `derender` shows special tokens.
+    """
+
+    def __init__(self, *, is_old: bool = False) -> None:
+        self.is_old = is_old
         self.paths: list[str] = []
         self.prompts: list[list[int]] = []
         self.count = 0
@@ -200,6 +208,8 @@ class Server:
         text = f'<tool_call>{{"name":"calc","arguments":{{"b":{turn},"a":"x"}}}}</tool_call>'
         if prompt.endswith("plain<|im_end|>\n<|im_start|>assistant\n"):
             text = "It is 7."
+        if "think<|im_end|>" in prompt:
+            text = f'<think>hm</think><tool_call>\n{{"name": "calc", "arguments": {{"b": {turn}}}}}\n</tool_call>'
         ids = [*encode(text), END]
         limit = asked.sampling_params.get("max_tokens", 100_000 - len(asked.token_ids))
         content = [Entry(token_id=token, logprob=-token / 1000, rank=1) for token in ids[:limit]]
@@ -212,7 +222,7 @@ class Server:
         return TokensResponse(
             request_id=asked.request_id,
             choices=[choice],
-            prompt_token_ids=asked.token_ids if asked.return_token_ids else None,
+            prompt_token_ids=asked.token_ids if asked.return_token_ids and not self.is_old else None,
         )
 
     async def derender(self, request: web.Request) -> web.Response:
@@ -226,7 +236,7 @@ class Server:
         content = [{"token": decode([e.token_id]), "logprob": e.logprob, "top_logprobs": []} for e in made]
         found = {
             "index": 0,
-            "message": self.message(decode([i for i in ids if i not in NAMES])),
+            "message": self.message(decode([i for i in ids if self.is_old or i not in NAMES])),
             "logprobs": {"content": content} if choice.logprobs else None,
             "finish_reason": choice.finish_reason,  # `stop` beside tool calls, as in 0.32
             "stop_reason": choice.stop_reason,
@@ -238,14 +248,14 @@ class Server:
         return {**head, "model": asked.model, "choices": [found], "usage": usage, "prompt_token_ids": None}
 
     def message(self, text: str) -> dict[str, Any]:
-        found = re.fullmatch(r"<tool_call>(.*)</tool_call>", text, re.DOTALL)
+        found = re.fullmatch(r"(?:<think>(.*)</think>)?<tool_call>(.*)</tool_call>", text, re.DOTALL)
         if found is None:
             return {"role": "assistant", "content": text, "tool_calls": []}
         self.count += 1
-        made = json.loads(found[1])
+        made = json.loads(found[2])
         function = {"name": made["name"], "arguments": json.dumps(made["arguments"])}
         call = {"id": f"chatcmpl-tool-{self.count}", "type": "function", "function": function}
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
+        return {"role": "assistant", "content": None, "reasoning": found[1], "tool_calls": [call]}
 
     async def chat(self, request: web.Request) -> web.Response:
         """Render, generate and derender at once; the answer also has the prompt's ids and the reason `tool_calls`."""
@@ -258,6 +268,9 @@ class Server:
             )
         )
         (choice,) = answer["choices"]
+        made = output.choices[0].token_ids or []
+        choice["message"] = self.message(decode([i for i in made if i not in NAMES]))
+        choice["token_ids"] = made if body.get("return_token_ids") else None
         choice["finish_reason"] = "tool_calls" if choice["message"]["tool_calls"] else choice["finish_reason"]
         ids = self.prompts[-1] if body.get("return_token_ids") else None
         return web.json_response({**answer, "prompt_token_ids": ids})

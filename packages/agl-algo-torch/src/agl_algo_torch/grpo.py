@@ -61,9 +61,10 @@ class GRPO(OnPolicy):
     """Trains the weights of one policy on groups of rollouts that share a task.
 
     Args:
-        steps: Number of steps; each collects once and publishes once.
+        steps: Number of steps; each collects once and publishes once. With a source, an upper limit.
         tasks_per_step: Groups per step. Without a `curriculum` every task is drawn once before any is drawn again.
-        group_size: Rollouts per task; their rewards are compared.
+            Refused with a source, which brings its own groups.
+        group_size: Rollouts per task; their rewards are compared. Refused with a source.
         estimator: `grpo`, `dr_grpo`, `rloo`, `remax`, `reinforce++`, `reinforce++-baseline`, another estimator's name,
             or `module:name`. `remax` runs every task once more with greedy decoding and compares with the reward of
             that run. If the credit gives finished advantages, the estimator has no effect, and the run says so.

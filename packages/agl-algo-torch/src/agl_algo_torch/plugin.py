@@ -26,6 +26,7 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
         factory="agl_algo_torch.grpo:GRPO",
         summary="policy gradients with group-relative advantages (GRPO, RLOO, REINFORCE++, Dr. GRPO)",
         tunes=("weights",),
+        shares=True,
     )
     yield AlgorithmEntry(
         name="ppo",

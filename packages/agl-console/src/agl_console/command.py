@@ -25,7 +25,7 @@ from agl_console.learning import LearningFilter, learning_view
 from agl_console.pages import Pages
 from agl_console.server import make_app
 from agl_console.views import read_view
-from agl_console.vocabulary import Vocabulary
+from agl_console.vocabulary import Vocabularies, Vocabulary
 from agl_inspect.stores import as_url
 from agl_inspect.terminal.opening import given_options, pass_manager, with_store
 from agl_inspect.terminal.output import print_json
@@ -116,7 +116,7 @@ def console(
         _refuse_unused(ctx, used=("store_url", "named", "tokenizer", "address"), by="--json")
     vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
     if address is not None:
-        with_store(manager, store_url, lambda store: _print(store, address, vocabulary))
+        with_store(manager, store_url, lambda store: _print(store, address, Vocabularies(vocabulary)))
         return
     password = checked_password(host, os.environ.get(PASSWORD_ENV, ""))
     if token_file is not None and not acts:
@@ -181,9 +181,9 @@ def _log(line: str) -> None:
     click.echo(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}", err=True)
 
 
-async def _print(store: Store, address: str, vocabulary: Vocabulary | None) -> None:
+async def _print(store: Store, address: str, vocabularies: Vocabularies) -> None:
     parts = urlsplit(address)
-    print_json((await read_view(store, parts.path, parse_qs(parts.query), vocabulary)).data)
+    print_json((await read_view(store, parts.path, parse_qs(parts.query), vocabularies)).data)
 
 
 async def _serve(app: web.Application, host: str, port: int, *, on_ready: Callable[[str], None]) -> None:

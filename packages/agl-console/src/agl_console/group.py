@@ -1,4 +1,4 @@
-"""The view of a group: the rollouts of one task side by side, and the first call in which each differs."""
+"""The view of a group: the rollouts of one task side by side from the call in which they first differ."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -12,7 +12,10 @@ from agl.episodes import Enclosing, build_episode, chronological, episode_reward
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import ModelCall, Record, Rollout, Span
 from agl_console.reading import newest_recordings, uses_of
-from agl_inspect.rollouts.conversations import labelled_texts
+from agl_console.siblings import standing
+from agl_console.tokens import tone_of
+from agl_console.tree import Contents, Text
+from agl_inspect.rollouts.conversations import parts_of
 
 LOOKED = 200
 """Number of the task's newest rollouts that are searched for those of a step."""
@@ -48,21 +51,13 @@ class GroupFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True)
     against: str = ""
 
 
-class Parting(Record, frozen=True, kw_only=True, omit_defaults=False):
+class Difference(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The first difference between a rollout and the one it is compared with.
 
-    Attributes:
-        call: The number of the call, from 0.
-        where: ``agent``, ``message`` (of the prompt), ``answer``, or ``end`` if only one of the two has this call.
-        message: The number of the prompt's message, from 0; ``None`` for other differences.
-        token: The index of the token in the prompt or the answer, from 0; ``None`` if tokens are equal or not recorded.
-        words: The difference as text.
+    ``call`` is the number of the call, from 0; ``words`` describes the difference.
     """
 
     call: int
-    where: str
-    message: int | None
-    token: int | None
     words: str
 
 
@@ -70,6 +65,7 @@ class CallCell(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A call of a rollout.
 
     ``same`` is the start that its answer shares with the compared call's answer; ``other`` is the rest of its answer.
+    ``tone`` is the advantage on the scale of the group, from -3 to 3.
     """
 
     sequence: int
@@ -79,6 +75,7 @@ class CallCell(Record, frozen=True, kw_only=True, omit_defaults=False):
     tokens: int
     credit: float | None
     advantage: float | None
+    tone: int | None
     note: str
 
 
@@ -89,7 +86,8 @@ class Member(Record, frozen=True, kw_only=True, omit_defaults=False):
         baseline: Mean reward of the group's rollouts that are shown; ``None`` without a reward.
         credit: Mean credit of the rollout's calls, as the last step reported it.
         advantage: Mean advantage of the rollout's trained calls, as the last step reported it.
-        parting: The first difference; ``None`` for the rollout that the others are compared with, and for equal ones.
+        why: How the reward stands in the group, and what training did with the rollout's answers.
+        difference: The first difference; ``None`` for equal rollouts.
         calls: The first calls of the rollout.
         total: The number of all calls of the rollout.
     """
@@ -100,7 +98,8 @@ class Member(Record, frozen=True, kw_only=True, omit_defaults=False):
     baseline: float | None
     credit: float | None
     advantage: float | None
-    parting: Parting | None
+    why: str
+    difference: Difference | None
     calls: list[CallCell]
     total: int
 
@@ -110,7 +109,9 @@ class GroupView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         against: The rollout with which the others are compared.
+        task: The task of the rollouts.
         first: The first call in which any rollout differs, from 0; ``None`` if all are equal.
+        shared: The number of first calls that are the same in all rollouts.
         steps: The algorithms and steps in which the newest rollouts of the task ran.
         left_out: The number of rollouts of the step that are not shown.
     """
@@ -119,8 +120,10 @@ class GroupView(Record, frozen=True, kw_only=True, omit_defaults=False):
     group: str
     algorithm: str
     step: int | None
+    task: Text
     against: str
     first: int | None
+    shared: int
     members: list[Member]
     steps: list["Ran"]
     left_out: int
@@ -169,13 +172,17 @@ async def group_view(store: Store, chosen: GroupFilter) -> GroupView:
         async for one in newest_recordings(store, RolloutQuery(ids=tuple(part)), len(part))
     ]
     members = _members([_Run(recording) for recording in recordings], against)
+    first = min((member.difference.call for member in members if member.difference), default=None)
+    equal = max((len(member.calls) for member in members), default=0) if len(members) > 1 else 0
     return GroupView(
         experiment=chosen.experiment,
         group=chosen.group,
         algorithm=wanted[0],
         step=wanted[1],
+        task=Contents().text("task", recordings[0].rollout.task if recordings else None),
         against=against,
-        first=min((member.parting.call for member in members if member.parting), default=None),
+        first=first,
+        shared=equal if first is None else first,
         members=members,
         steps=[Ran(algorithm=key[0], step=key[1], rollouts=len(found)) for key, found in ran.items()],
         left_out=len(ids) - len(members),
@@ -192,7 +199,12 @@ class _Call:
         self.call = call
         self.agent = agent
         self.prompt = [_without_ids(message) for message in asked]
-        self.answer = "\n".join(text for message in said for _, text in labelled_texts(message))
+        self.answer = "\n".join(map(_answer, said))
+
+
+def _answer(message: Mapping[str, Any]) -> str:
+    thinking, content, tools = parts_of(message)
+    return "\n".join(filter(None, (thinking, content, *(f"{name} {arguments}" for _, name, arguments in tools))))
 
 
 def _without_ids(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,32 +246,47 @@ def _members(runs: Sequence[_Run], against: str) -> list[Member]:
     """Return the columns of the view, starting with the rollout that the others are compared with."""
     ordered = sorted(runs, key=lambda run: (run.rollout.rollout_id != against, run.rollout.rollout_id))
     rewards = [run.reward for run in ordered if run.reward is not None]
-    baseline = fmean(rewards) if rewards else None
-    return [_member(run, ordered[0], baseline) for run in ordered]
+    largest = max((abs(use.advantage or 0.0) for run in ordered for use in run.uses.values()), default=0.0)
+    return [_member(run, ordered[0], rewards, largest) for run in ordered]
 
 
-def _member(run: _Run, other: _Run, baseline: float | None) -> Member:
+def _member(run: _Run, other: _Run, rewards: Sequence[float], largest: float) -> Member:
     own = [run.uses[call.span.span_id] for call in run.calls if call.span.span_id in run.uses]
     credits = [use.credit for use in own if use.credit is not None]
     advantages = [use.advantage for use in own if use.advantage is not None]
+    advantage = fmean(advantages) if advantages else None
     cells = [
-        _cell(call, other.calls[at] if at < len(other.calls) else None, run.uses)
+        _cell(call, other.calls[at] if at < len(other.calls) else None, run.uses, largest)
         for at, call in enumerate(run.calls[:CALLS])
     ]
     return Member(
         rollout_id=run.rollout.rollout_id,
         status=run.rollout.status,
         reward=run.reward,
-        baseline=baseline,
+        baseline=fmean(rewards) if rewards else None,
         credit=fmean(credits) if credits else None,
-        advantage=fmean(advantages) if advantages else None,
-        parting=parting_of(other.calls, run.calls),
+        advantage=advantage,
+        why=_why(run, advantage, rewards),
+        difference=first_difference(other.calls, run.calls),
         calls=cells,
         total=len(run.calls),
     )
 
 
-def _cell(call: _Call, other: _Call | None, uses: Mapping[str, CallUse]) -> CallCell:
+def _why(run: _Run, advantage: float | None, rewards: Sequence[float]) -> str:
+    """Return how a rollout's reward stands in its group, and what training did with its answers."""
+    said = [standing(run.reward, rewards)]
+    if run.reward is None:
+        said.append("It has no reward.")
+    if advantage:
+        said.append(f"Training made its answers {'more' if advantage > 0 else 'less'} likely.")
+    elif advantage is None:
+        notes = dict.fromkeys(use.note for use in run.uses.values() if use.row < 0 and use.note)
+        said.append(f"It did not train: {'; '.join(notes)}." if notes else "No step has trained on it.")
+    return " ".join(filter(None, said))
+
+
+def _cell(call: _Call, other: _Call | None, uses: Mapping[str, CallUse], largest: float) -> CallCell:
     same = _common(call.answer, other.answer) if other else 0
     start = max(0, same - _BEFORE) if len(call.answer) > CUT else 0
     use = uses.get(call.span.span_id)
@@ -271,39 +298,35 @@ def _cell(call: _Call, other: _Call | None, uses: Mapping[str, CallUse]) -> Call
         tokens=call.call.response_len,
         credit=use.credit if use else None,
         advantage=use.advantage if use else None,
+        tone=tone_of(use.advantage, largest) if use and use.advantage is not None else None,
         note=use.note if use and use.row < 0 else "",
     )
 
 
-def parting_of(first: Sequence[_Call], second: Sequence[_Call]) -> Parting | None:
+def first_difference(first: Sequence[_Call], second: Sequence[_Call]) -> Difference | None:
     """Return the first difference between the calls of two rollouts; ``None`` if they are equal."""
     for at, (one, other) in enumerate(zip(first, second, strict=False)):
-        found = _difference(one, other)
-        if found is not None:
-            words = f"call {at + 1}, {found.words}"
-            return replace(found, call=at, words=words)
+        if words := _difference(one, other):
+            return Difference(call=at, words=f"call {at + 1}, {words}")
     if len(first) == len(second):
         return None
     at = min(len(first), len(second))
-    words = f"call {at + 1}, which only {'this one' if len(second) > len(first) else 'the first one'} makes"
-    return Parting(call=at, where="end", message=None, token=None, words=words)
+    one = "this one" if len(second) > len(first) else "the first one"
+    return Difference(call=at, words=f"call {at + 1}, which only {one} makes")
 
 
-def _difference(one: _Call, other: _Call) -> Parting | None:
+def _difference(one: _Call, other: _Call) -> str:
+    """Describe how two calls differ; ``""`` if they are equal."""
     if one.agent != other.agent:
-        words = f"made by {other.agent or 'no agent'} and not by {one.agent or 'no agent'}"
-        return Parting(call=0, where="agent", message=None, token=None, words=words)
+        return f"made by {other.agent or 'no agent'} and not by {one.agent or 'no agent'}"
     token = _token(one.call.prompt_ids, other.call.prompt_ids)
     message = _common(one.prompt, other.prompt)
-    is_shorter = message < max(len(one.prompt), len(other.prompt))
-    if is_shorter or token is not None:
-        found = message if is_shorter else None
-        words = _place("prompt", f"message {message + 1}" if is_shorter else "", token)
-        return Parting(call=0, where="message", message=found, token=token, words=words)
+    if message < max(len(one.prompt), len(other.prompt)):
+        return _place("prompt", f"message {message + 1}", token)
+    if token is not None:
+        return _place("prompt", "", token)
     token = _token(one.call.response_ids, other.call.response_ids)
-    if token is not None or one.answer != other.answer:
-        return Parting(call=0, where="answer", message=None, token=token, words=_place("answer", "", token))
-    return None
+    return _place("answer", "", token) if token is not None or one.answer != other.answer else ""
 
 
 def _place(part: str, message: str, token: int | None) -> str:

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from agl.errors import AglError, ConfigError, NotFoundError
+from agl.hints import count_of
 from agl.schemas import Record, to_builtins
 from agl_console.views import View
 from agl_inspect.text import ends, visible
@@ -36,7 +37,7 @@ class Pages:
             lstrip_blocks=True,
         )
         self._templates.filters.update(number=number, probability=probability, clock=clock, seconds=seconds, data=data)
-        self._templates.filters.update(dict[str, Any](ends=ends))
+        self._templates.filters.update(dict[str, Any](ends=ends, quantity=count_of))
         self._templates.globals["link"] = link
         self._store = store
 

@@ -15,7 +15,7 @@ from agl_console.reading import newest_recordings
 from agl_console.rollouts import Bin, bar_of, bars_of
 from agl_inspect.rollouts.span_reader import reward_of
 
-NEWEST = 200
+NEWEST = 100
 """The number of newest rollouts whose rewards form the distributions; fewer are read if they are large."""
 
 ROWS = 200
@@ -48,7 +48,7 @@ class RewardRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         at: When the reward was recorded, in Unix seconds; 0 if unknown.
         about: The number of the span that the reward is about; ``None`` for the whole attempt.
         about_name: The name of that span.
-        fate: ``decides`` if this reward is the rollout's, else the reason why not.
+        use: What became of the reward: the reason why it is or is not the rollout's.
         is_cut: True if the feedback is longer than shown.
     """
 
@@ -65,7 +65,7 @@ class RewardRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     about: int | None
     about_name: str
     decides: bool
-    fate: str
+    use: str
 
 
 class Distribution(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -174,7 +174,7 @@ def _rows(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) 
                 about=about.sequence if about else None,
                 about_name=about.name if about else "",
                 decides=decides,
-                fate="decides" if decides else _fate(span, reward, rollout),
+                use="the rollout's reward" if decides else _use(span, reward, rollout),
             )
         )
     return found
@@ -191,12 +191,12 @@ def _score_alone(span: Span) -> Score:
     return score(admitted_rewards([span], span.attempt_id, _OPTIONS), options=_OPTIONS)
 
 
-def _fate(span: Span, reward: Reward, rollout: Rollout) -> str:
+def _use(span: Span, reward: Reward, rollout: Rollout) -> str:
     if span.attempt_id != rollout.attempt_id:
         return "of another attempt" if span.attempt_id else "of no attempt"
     if not admitted_rewards([span], span.attempt_id, _OPTIONS):
         return "not trusted: it came with the agent's own token" if reward.source == "agent" else "late"
-    return "does not decide" if reward.scope == "rollout" else f"for the {reward.scope}"
+    return "not used" if reward.scope == "rollout" else f"for the {reward.scope}"
 
 
 async def _of_run(store: Store, rollout: Rollout) -> tuple[dict[_Key, list[float | None]], int]:

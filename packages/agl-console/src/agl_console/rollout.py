@@ -1,13 +1,19 @@
-"""The views of one rollout: the spans as a tree, the tokens of the rows, and one span in full."""
+"""The views of one rollout: its conversation with a time line, the tokens of its rows, and one span in full."""
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from agl.contracts import Count, Store
-from agl.episodes import Enclosing, recorded_rewards
+from agl.episodes import Enclosing
 from agl.errors import NotFoundError
-from agl.schemas import Attempt, ErrorInfo, Record, Reward, Rollout, Span
+from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span, Weights, to_json
+from agl_console.conversation import Turn, conversation_of, training_of_call
 from agl_console.reading import attempt_of, rollout_of, uses_of
 from agl_console.rewards import RewardsView, rewards_view
+from agl_console.siblings import Neighbours, Order, reason_of_silence, siblings_of, standing
 from agl_console.tokens import (
     RowSummary,
     TokenCell,
@@ -17,7 +23,8 @@ from agl_console.tokens import (
     summary_of,
     tokens_view,
 )
-from agl_console.tree import LONGEST, Contents, Node, Text, facts_of, fate_of, kind_of, seconds_of, tree_of
+from agl_console.tree import LONGEST, Contents, Node, Text, facts_of, kind_of, seconds_of, tree_of
+from agl_console.vocabulary import FILE
 from agl_inspect.records.splits import served_facts
 from agl_inspect.rollouts.explanations import explain, explain_training
 from agl_inspect.rollouts.span_reader import SpanReader, read_episode
@@ -26,6 +33,12 @@ from agl_inspect.terminal.query import find_ids
 
 SPANS = 300
 """The most spans on a page."""
+
+_VERSIONS = 20
+"""The most versions of weights whose folders are looked at for a tokenizer."""
+
+_COMMAND = 20_000
+"""The most characters of a command that a page offers."""
 
 _PAGE_BYTES = 4 << 20
 """Bytes of requests and responses after which a page ends."""
@@ -37,10 +50,12 @@ class RolloutFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Attributes:
         attempt: The attempt's number, or 0 for the rollout's own spans; by default the deciding attempt.
         after: The last ``sequence`` of the previous page.
+        by: The order of the rollouts before and after this one.
     """
 
     attempt: int | None = None
     after: Count = 0
+    by: Order = "step"
 
 
 class AttemptRow(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -62,6 +77,11 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
         reward: The reward that trains.
         facts: The user and the arm of a served conversation.
         attempt: The number of the attempt whose spans are shown; 0 for the rollout's own spans.
+        dev: Shell commands that try the task with ``agl dev``; ``""`` for a very long task.
+        turns: The conversation.
+        nodes: The spans of the time line.
+        standing: How the reward compares with those of the rollout's group, as a sentence.
+        neighbours: The rollouts before and after this one; ``None`` if it is the only one.
         seconds: The length of the time axis.
         rows: The rows of its calls.
         why: The text of ``agl why``: the outcome of every call, and its use by steps.
@@ -78,14 +98,17 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
     step: int | None
     group_id: str
     reward: float | None
-    rewards: list[Reward]
     resources: dict[str, str]
     facts: list[str]
     created_at: float
     task: Text
+    dev: str
     attempts: list[AttemptRow]
     attempt: int
+    turns: list[Turn]
     nodes: list[Node]
+    standing: str
+    neighbours: Neighbours | None
     seconds: float
     rows: list[RowSummary]
     why: list[str]
@@ -96,7 +119,14 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class SpanView(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One span in full: the attributes, all texts, and the tokens of a call."""
+    """One span in full: the attributes, all texts, and the tokens of a call.
+
+    Attributes:
+        training: What training did with the call, in a sentence.
+        raw: The call's request and response as JSON.
+        curl: A shell command that sends the request again; ``""`` for other spans and for very long requests.
+        weights: The folder of the policy's tokenizer; ``""`` if none is on this machine.
+    """
 
     rollout_id: str
     attempt: int
@@ -110,10 +140,13 @@ class SpanView(Record, frozen=True, kw_only=True, omit_defaults=False):
     status: str
     message: str
     facts: list[str]
-    fate: str
+    training: str
     reward: Reward | None
     texts: list[Text]
     attributes: list[Text]
+    raw: list[Text]
+    curl: str
+    weights: str
     cells: list[TokenCell]
 
 
@@ -129,7 +162,12 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
     episode, every, scores = await read_episode(store, rollout, attempts)
     page, is_last = await _page(store, rollout_id, attempt_id, chosen.after)
     uses = uses_of(every)
-    nodes = tree_of(page, {call.span_id: call for call in episode.transitions if call.attempt_id == attempt_id})
+    own = [call for call in episode.transitions if call.attempt_id == attempt_id]
+    if rollout.mode != "train":
+        own = [call for call in own if call.reject != "missing_token_ids"]  # nobody asked for token ids there
+    nodes = tree_of(page)
+    siblings = await siblings_of(store, rollout)
+    group = siblings.rewards(rollout.group_id)
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
     why = explain(episode, every, scores=scores)
     for record in training_of(every):
@@ -144,14 +182,23 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         step=step if isinstance(step, int) else None,
         group_id=rollout.group_id,
         reward=episode.reward,
-        rewards=[span.reward for span in recorded_rewards(every, rollout.attempt_id) if span.reward is not None],
         resources=rollout.resources,
         facts=served_facts(rollout),
         created_at=rollout.created_at,
         task=Contents().text("task", rollout.task),
+        dev=dev_of(rollout),
         attempts=[_attempt(attempt) for attempt in attempts],
         attempt=number,
+        turns=conversation_of(
+            page,
+            nodes,
+            {call.span_id: call for call in own},
+            uses if attempt_id == rollout.attempt_id else {},
+            reason=reason_of_silence(group),
+        ),
         nodes=nodes,
+        standing=standing(episode.reward, group) if rollout.mode == "train" else "",
+        neighbours=siblings.neighbours(rollout, chosen.by),
         seconds=_length(page),
         rows=[summary_of(row, uses) for row in episode.rows],
         why=why,
@@ -167,7 +214,10 @@ async def rollout_tokens_view(store: Store, name: str, chosen: TokensFilter) -> 
     (rollout_id,) = await find_ids(store, [name])
     rollout, attempts = await rollout_of(store, rollout_id)
     episode, every, _ = await read_episode(store, rollout, attempts)
-    return tokens_view(episode, chosen, uses_of(every))
+    group = (await siblings_of(store, rollout)).rewards(rollout.group_id)
+    view = tokens_view(episode, chosen, uses_of(every), reason=reason_of_silence(group))
+    policy = next((call.policy for call in episode.transitions if call.branch == view.row), "")
+    return replace(view, weights=await weights_of(store, rollout, policy))
 
 
 async def span_view(store: Store, name: str, place: str, chosen: RolloutFilter) -> SpanView:
@@ -200,12 +250,49 @@ async def span_view(store: Store, name: str, place: str, chosen: RolloutFilter) 
         status=span.status,
         message=span.status_message,
         facts=facts_of(span),
-        fate=fate_of(call),
+        training=training_of_call(call, use) if span.call else "",
         reward=span.reward,
-        texts=contents.of(span)[1],
+        texts=contents.of(span),
         attributes=[contents.text(key, value) for key, value in sorted(span.attributes.items())],
+        raw=[contents.text("request", span.call.request), contents.text("response", span.call.response)]
+        if span.call
+        else [],
+        curl=curl_of(span.call) if span.call else "",
+        weights=await weights_of(store, rollout, span.call.policy) if span.call else "",
         cells=call_cells(span.call, trains=trains, use=use) if span.call else [],
     )
+
+
+def dev_of(rollout: Rollout) -> str:
+    """Return shell commands that try a rollout's task with ``agl dev``; ``""`` for a task too long for a terminal."""
+    task = to_json(rollout.task).decode()
+    tried = "agl dev experiment.toml --tasks 1 --set experiment.train=task.jsonl"
+    return f"printf '%s\\n' {shlex.quote(task)} > task.jsonl\n{tried}" if len(task) <= _COMMAND else ""
+
+
+def curl_of(call: ModelCall) -> str:
+    """Return a shell command that sends a call's request again, to the server that the environment names."""
+    body = to_json(call.request).decode()
+    if len(body) > _COMMAND:
+        return ""
+    if call.dialect == "messages":
+        address, key = "$ANTHROPIC_BASE_URL/v1/messages", "x-api-key: $ANTHROPIC_API_KEY"
+    else:
+        path = "chat/completions" if call.dialect == "chat" else call.dialect
+        address, key = f"$OPENAI_BASE_URL/{path}", "Authorization: Bearer $OPENAI_API_KEY"
+    return f'curl "{address}" -H "{key}" -H "Content-Type: application/json" -d {shlex.quote(body)}'
+
+
+async def weights_of(store: Store, rollout: Rollout, policy: str) -> str:
+    """Return the folder of the tokenizer of the weights that a rollout ran with, or of another version of them."""
+    if not policy:
+        return ""
+    version = rollout.resources.get(policy)
+    versions = sorted(await store.resources(policy), key=lambda each: each.version == version)[-_VERSIONS:]
+    for each in reversed(versions):
+        if isinstance(each.resource, Weights) and (Path(each.resource.uri) / FILE).is_file():
+            return each.resource.uri
+    return ""
 
 
 def _chosen(rollout: Rollout, attempts: list[Attempt], number: int | None) -> tuple[int, str]:

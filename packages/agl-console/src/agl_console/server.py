@@ -16,7 +16,7 @@ from agl_console.acting import Actions, Audit
 from agl_console.guard import METRICS, Guard, add_headers
 from agl_console.pages import Pages, page_response, status_of
 from agl_console.views import read_view
-from agl_console.vocabulary import Vocabulary
+from agl_console.vocabulary import Vocabularies, Vocabulary
 from agl_inspect.advice.suggestions import read_alerts
 
 FEEDS = 32
@@ -47,14 +47,14 @@ def make_app(
         name: The store's address, as pages show it.
         hosts: Further host names of the console.
         password: Required at every request; ``""`` for no password.
-        vocabulary: The texts of tokens; ``None`` to show ids only.
+        vocabulary: The texts of tokens; by default those of each policy's own weights.
         access: The sessions of users who may act; ``None`` for a console that only reads.
         audit: Takes a line for each action; by default the logger ``agl_console``.
     """
     app = web.Application(middlewares=[Guard(hosts=hosts, password=password).middleware()])
     pages = Pages(name)
     actions = Actions(store, pages, access, audit)
-    console = _Console(store, pages, actions, vocabulary)
+    console = _Console(store, pages, actions, Vocabularies(vocabulary))
     app.router.add_static("/static", Path(str(files("agl_console"))) / "static")
     app.router.add_get("/changes", console.changes)
     app.router.add_get(METRICS, console.metrics)
@@ -65,10 +65,10 @@ def make_app(
 
 
 class _Console:
-    def __init__(self, store: Store, pages: Pages, actions: Actions, vocabulary: Vocabulary | None) -> None:
+    def __init__(self, store: Store, pages: Pages, actions: Actions, vocabularies: Vocabularies) -> None:
         self._store = store
         self._actions = actions
-        self._vocabulary = vocabulary
+        self._vocabularies = vocabularies
         self._pages = pages
         self._feeds = 0
 
@@ -77,7 +77,7 @@ class _Console:
         is_json = request.query.get("format") == "json"
         query = {name: request.query.getall(name) for name in request.query if name != "format"}
         try:
-            view = await read_view(self._store, request.rel_url.raw_path, query, self._vocabulary)
+            view = await read_view(self._store, request.rel_url.raw_path, query, self._vocabularies)
         except AglError as error:
             return self._error(request, error, is_json=is_json)
         if is_json:

@@ -89,6 +89,8 @@ class TokensView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A window of the tokens of one row.
 
     Attributes:
+        summary: How many tokens were sampled and trained, and with which advantage, in sentences.
+        weights: The folder of the policy's tokenizer; ``""`` if none is on this machine.
         versions: The model versions that sampled the row's tokens.
         previous: The query of the window before this one; empty at the start of the row.
         next: The query of the window after this one; empty at the end of the row.
@@ -97,21 +99,26 @@ class TokensView(Record, frozen=True, kw_only=True, omit_defaults=False):
     rollout_id: str
     rows: list[RowSummary]
     row: int
+    summary: str
     versions: list[str]
     cells: list[TokenCell]
     previous: dict[str, str]
     next: dict[str, str]
+    weights: str = ""
 
 
-def tokens_view(episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallUse]) -> TokensView:
+def tokens_view(episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallUse], *, reason: str = "") -> TokensView:
     """Return a window of a row's tokens; raises :class:`NotFoundError` if the rollout has no such row.
 
-    ``uses`` gives the steps' use of each call, by span id.
+    ``uses`` gives the steps' use of each call, by span id; ``reason`` says why an advantage is 0.
     """
     rollout_id = episode.rollout.rollout_id
     summaries = [summary_of(row, uses) for row in episode.rows]
     if not episode.rows and chosen.row == 0:
-        return TokensView(rollout_id=rollout_id, rows=[], row=0, versions=[], cells=[], previous={}, next={})
+        none: dict[str, str] = {}
+        return TokensView(
+            rollout_id=rollout_id, rows=[], row=0, summary="", versions=[], cells=[], previous=none, next=none
+        )
     row = next((row for row in episode.rows if row.branch == chosen.row), None)
     if row is None:
         raise NotFoundError("row", str(chosen.row), f"rows of the rollout {rollout_id}: {len(episode.rows)}")
@@ -138,6 +145,7 @@ def tokens_view(episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallU
         rollout_id=rollout_id,
         rows=summaries,
         row=row.branch,
+        summary=sentences_of(summary, uses, reason=reason),
         versions=versions,
         cells=_with_uses(cells, [(part.start, uses.get(part.span_id), part.stop) for part in summary.segments]),
         previous={**place, "start": str(max(0, chosen.start - WINDOW))} if chosen.start else {},
@@ -181,6 +189,23 @@ def summary_of(row: Row, uses: Mapping[str, CallUse]) -> RowSummary:
         for segment in row.segments
     ]
     return RowSummary(branch=row.branch, tokens=len(row.mask), sampled=row.mask.count(1), segments=segments)
+
+
+def sentences_of(row: RowSummary, uses: Mapping[str, CallUse], *, reason: str) -> str:
+    """Return how many tokens of a row were sampled and trained, and with which advantage."""
+    trained = [part for part in row.segments if part.span_id in uses and uses[part.span_id].row >= 0]
+    count = sum(part.stop - part.start for part in trained)
+    said = f"The model sampled {row.sampled:,} of {row.tokens:,} tokens; "
+    if not trained:
+        return said + "no step has trained on them."
+    said += "all of them trained." if count == row.sampled else f"{count:,} of them trained."
+    advantages = {part.advantage for part in trained if part.advantage is not None}
+    if not advantages:
+        return said
+    low, high = min(advantages), max(advantages)
+    if low < high:
+        return f"{said} Their advantages are between {low:.4g} and {high:.4g}."
+    return f"{said} Their advantage is {low:.4g}{'' if low else reason}."
 
 
 def cells_of(

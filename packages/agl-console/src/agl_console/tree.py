@@ -1,11 +1,13 @@
 """The spans of an attempt as a tree along a time axis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from msgspec.structs import replace
 
 from agl import semconv
 from agl.episodes import Enclosing
-from agl.schemas import Record, Reward, Span, Transition, to_json
+from agl.schemas import Record, Span, to_json
 from agl_inspect.rollouts.conversations import ShownMessages, contents_of
 from agl_inspect.rollouts.explanations import call_facts
 from agl_inspect.rollouts.span_reader import in_tree
@@ -44,7 +46,7 @@ class Text(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Contents:
-    """Makes the texts of spans in sequence; messages that an earlier call has shown are not repeated.
+    """Makes the texts of spans in sequence, and remembers the messages that it has shown.
 
     Args:
         limit: The most characters of each text.
@@ -52,12 +54,15 @@ class Contents:
 
     def __init__(self, *, limit: int = CUT) -> None:
         self._limit = limit
-        self._shown = ShownMessages()
+        self.shown = ShownMessages()
 
-    def of(self, span: Span) -> tuple[int, list[Text]]:
-        """Return the number of a span's messages that an earlier span has shown, and the span's other texts."""
-        repeated, texts = contents_of(span, self._shown)
-        return repeated, [self.text(label, value, role=role) for role, label, value in texts]
+    def of(self, span: Span) -> list[Text]:
+        """Return the texts of a span, without messages that were shown before."""
+        return [self.text(label, value, role=role) for role, label, value in contents_of(span, self.shown)[1]]
+
+    def others(self, span: Span) -> list[Text]:
+        """Return what a span recorded besides the messages of its call."""
+        return self.of(span if span.call is None else replace(span, call=replace(span.call, request={}, response=None)))
 
     def text(self, label: str, value: Any, *, role: str = "") -> Text:
         """Return a labelled text; a value that is not a string is written as JSON."""
@@ -71,12 +76,9 @@ class Node(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         kind: ``call``, ``reward``, ``agent``, ``tool``, ``node``, ``workflow``, ``handoff`` or ``step``.
         agent: The innermost agent, node or role that encloses the span.
+        path: Names of the enclosing agents, nodes and tools, outermost first.
         start: The start of the bar on the time axis.
         width: The length of the bar.
-        facts: Other facts as text: model, version, tokens, finish reason.
-        fate: The place of a call in the rows, ``row 0 at 12``, or its reject reason; ``""`` for other spans.
-        is_rejected: True if the call is in no row.
-        repeated: The number of the call's messages that rows above show.
     """
 
     span_id: str
@@ -85,31 +87,24 @@ class Node(Record, frozen=True, kw_only=True, omit_defaults=False):
     kind: str
     name: str
     agent: str
+    path: list[str]
     start: int
     width: int
     seconds: float
     is_error: bool
     is_late: bool
-    message: str
-    facts: list[str]
-    reward: Reward | None
-    fate: str
-    is_rejected: bool
-    repeated: int
-    texts: list[Text]
 
 
-def tree_of(spans: Sequence[Span], transitions: Mapping[str, Transition]) -> list[Node]:
+def tree_of(spans: Sequence[Span]) -> list[Node]:
     """Return the spans as rows in display order: children below the parent, in the order of start times."""
-    enclosing, contents = Enclosing(spans), Contents()
+    enclosing = Enclosing(spans)
     first = min((span.start_ns for span in spans if span.start_ns), default=0)
     last = max((max(span.start_ns, span.end_ns) for span in spans), default=0)
     scale = AXIS / max(1, last - first)
     nodes: list[Node] = []
     for depth, span, _ in in_tree(spans):
+        who = enclosing.who(span)
         start = round(max(0, span.start_ns - first) * scale) if span.start_ns else 0
-        repeated, texts = contents.of(span)
-        transition = transitions.get(span.span_id)
         nodes.append(
             Node(
                 span_id=span.span_id,
@@ -117,19 +112,13 @@ def tree_of(spans: Sequence[Span], transitions: Mapping[str, Transition]) -> lis
                 depth=min(depth, DEEPEST),
                 kind=kind_of(span),
                 name=span.name,
-                agent=enclosing.who(span).agent,
+                agent=who.agent,
+                path=list(who.path),
                 start=min(start, AXIS - 4),
                 width=max(4, min(AXIS - start, round((span.end_ns - span.start_ns) * scale))),
                 seconds=seconds_of(span),
                 is_error=span.status == "error",
                 is_late=span.is_late,
-                message=span.status_message,
-                facts=facts_of(span),
-                reward=span.reward,
-                fate=fate_of(transition),
-                is_rejected=transition is not None and bool(transition.reject),
-                repeated=repeated,
-                texts=texts,
             )
         )
     return nodes
@@ -157,13 +146,3 @@ def facts_of(span: Span) -> list[str]:
     if span.call is None:
         return [f"to {target}"] if target else []
     return call_facts(span)
-
-
-def fate_of(transition: Transition | None) -> str:
-    """Return the row and position of a call, or its reject reason; ``""`` without a transition."""
-    if transition is None:
-        return ""
-    if transition.reject:
-        return f"rejected, {transition.reject}: {transition.detail}"
-    own = f", own reward {transition.reward:g}" if transition.reward is not None else ""
-    return f"row {transition.branch} at {transition.start}{own}"

@@ -21,7 +21,7 @@ from agl_console.runs import RunsFilter, runs_view
 from agl_console.system import SystemFilter, system_view
 from agl_console.tokens import TokensFilter, TokensView
 from agl_console.versions import ResourcesFilter, VersionsFilter, resources_view, versions_view
-from agl_console.vocabulary import Vocabulary
+from agl_console.vocabulary import Vocabularies
 
 F = TypeVar("F", bound=Record)
 
@@ -36,14 +36,14 @@ class View(NamedTuple):
     data: Record
 
 
-async def read_view(store: Store, path: str, query: Query, vocabulary: Vocabulary | None = None) -> View:
+async def read_view(store: Store, path: str, query: Query, vocabularies: Vocabularies) -> View:
     """Read the view at an address.
 
     Args:
         store: The store.
         path: The path, percent-encoded, such as ``/runs/sql``.
         query: The parameters.
-        vocabulary: The texts of tokens; ``None`` to show ids only.
+        vocabularies: The texts of tokens.
 
     Raises:
         NotFoundError: No view, run, rollout or span has this address.
@@ -52,15 +52,16 @@ async def read_view(store: Store, path: str, query: Query, vocabulary: Vocabular
     for pattern, template, view, form in _VIEWS:
         if match := re.fullmatch(pattern, path):
             data = await view(store, *map(unquote, match.groups()), parsed(query, form))
-            return View(template, data if vocabulary is None else _with_texts(data, vocabulary))
+            return View(template, _with_texts(data, vocabularies))
     raise NotFoundError(
         "page", path, "the console has /, /runs/NAME, /rollouts, /rollouts/ID, /versions, /versions/NAME and /learners"
     )
 
 
-def _with_texts(data: Record, vocabulary: Vocabulary) -> Record:
+def _with_texts(data: Record, vocabularies: Vocabularies) -> Record:
     """Add the texts of tokens to a view's data."""
-    if not isinstance(data, SpanView | TokensView):
+    vocabulary = vocabularies.of(data.weights) if isinstance(data, SpanView | TokensView) else None
+    if vocabulary is None or not isinstance(data, SpanView | TokensView):
         return data
     texts = vocabulary.texts(cell.id for cell in data.cells)
     return replace(data, cells=[replace(cell, text=text) for cell, text in zip(data.cells, texts, strict=True)])

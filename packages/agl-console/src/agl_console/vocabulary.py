@@ -75,6 +75,32 @@ class Vocabulary:
         return text.replace("▁", " ")
 
 
+class Vocabularies:
+    """The vocabularies of a console: the given one for all tokens, or else that of each policy's own weights.
+
+    Only the last one that was read is kept, because one takes tens of megabytes.
+    """
+
+    def __init__(self, given: Vocabulary | None = None) -> None:
+        self._given = given
+        self._last: tuple[str, Vocabulary | None] = ("", None)
+
+    def of(self, folder: str) -> Vocabulary | None:
+        """Return the vocabulary for tokens of the weights in ``folder``; ``None`` to show their ids."""
+        if self._given is not None or not folder:
+            return self._given
+        if folder != self._last[0]:
+            self._last = folder, _readable(Path(folder))
+        return self._last[1]
+
+
+def _readable(folder: Path) -> Vocabulary | None:
+    try:
+        return Vocabulary(folder)
+    except ConfigError:
+        return None
+
+
 def _decoded(data: bytes) -> str:
     """Decode a token's bytes; an incomplete character is written as ``\\xe4``."""
     return data.decode("utf-8", "backslashreplace")

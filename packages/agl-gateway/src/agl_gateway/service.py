@@ -28,7 +28,7 @@ from agl_gateway.record.spool_file import SpoolFile
 from agl_gateway.record.traces import TracesApi
 from agl_gateway.relay.bodies import BodyReader, ByteBudget
 from agl_gateway.relay.callers import HelperRules, Owners
-from agl_gateway.relay.dispatcher import ConnectionServer, Dispatcher, Handle
+from agl_gateway.relay.dispatcher import Dispatcher, Handle
 from agl_gateway.relay.relay import Relay
 from agl_gateway.relay.routing import Router
 from agl_gateway.relay.sampling import SamplingRules
@@ -44,6 +44,8 @@ from agl_gateway.traffic.arms import ArmRoutes, policy_of, with_distinct_names
 from agl_gateway.traffic.conversations import Conversations
 from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep
 from agl_gateway.traffic.splits import Splitter, check_labels, pins_of
+from agl_gateway.wire.http.server import ConnectionServer
+from agl_gateway.wire.http.upstream import Pool
 from agl_inspect.keys import Keys
 from agl_inspect.records.splits import SERVED, ServedSplit
 from agl_run import advertised_url
@@ -134,6 +136,7 @@ class GatewayService:
         self._traffic = None if share.is_all else KeptTraffic(share, idle_s=idle_s)
         self.attempts = RunningAttempts(store, outage=self._outage)
         self.session = make_session(timeout_s=settings.timeout_s)
+        self._pool = Pool(timeout_s=settings.timeout_s)
         self.peers = Peers(
             store=store,
             recorder=self.recorder,
@@ -171,7 +174,12 @@ class GatewayService:
             router=self.router,
             arms=self._arms,
             sampling=SamplingRules(store=store, outage=self._outage, position=self._facts.position),
-            sender=Sender(session=self.session, apis=ClientApis(settings.native_apis), max_answer=settings.max_answer),
+            sender=Sender(
+                pool=self._pool,
+                session=self.session,
+                apis=ClientApis(settings.native_apis),
+                max_answer=settings.max_answer,
+            ),
             recorder=self.recorder,
         )
         self.routes: tuple[str, ...] = ()
@@ -255,6 +263,7 @@ class GatewayService:
             await self._presence.leave(left)
         await self.siblings.close()
         await self.session.close()
+        self._pool.close()
         self._admission.bodies.close()
         return left
 
@@ -383,10 +392,11 @@ class GatewayService:
     def _server(self, handler: Dispatcher) -> ConnectionServer:
         return ConnectionServer(
             handler.handle,
+            handler.answer,
             headers_s=self._settings.headers_s,
             access_log=None,
             logger=logging.getLogger("agl_gateway.http"),
-            keepalive_timeout=75.0,
+            keepalive_s=75.0,
             lingering_time=_LINGERING_S,
             auto_decompress=False,
         )

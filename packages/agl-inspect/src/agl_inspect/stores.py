@@ -14,7 +14,6 @@ from pathlib import Path
 from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError, StoreError
-from agl.stores import TableStore
 from agl.urls import shown_url
 
 SQLITE = "sqlite:///"
@@ -103,6 +102,8 @@ def proposal(lead: str, *words: str, store_url: str) -> str:
 
 def address_of(store: Store) -> str:
     """Return a store's URL without passwords; ``""`` if the store does not know it."""
+    from agl.stores import TableStore  # here, because commands that open no store do not need it
+
     return store.backend.shown_url if isinstance(store, TableStore) else ""
 
 

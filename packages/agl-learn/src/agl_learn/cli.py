@@ -77,10 +77,12 @@ def run_(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
     """Run the learner of FILE; agl learn FILE does the same."""
     from agl_learn.service import run_learner
     from agl_learn.training import NICE
+    from agl_run import settle_heap
 
     if sys.platform != "win32":
         os.nice(NICE)
     made = _learner_file(manager, file, settings)
+    settle_heap()
     asyncio.run(_until_stopped(made.store, lambda stopping: run_learner(made, say=_say, stopping=stopping)))
     click.echo("stopped; the same command continues", err=True)
 

@@ -32,7 +32,7 @@ from agl_inspect.records.names import ROUND
 from agl_inspect.records.state import load_experiment
 from agl_learn.contracts import Conversation, Proposal
 from agl_learn.settings import LearnerFile
-from agl_run import ExperimentConfig, Quiet, Trainer
+from agl_run import ExperimentConfig, Quiet, Trainer, settle_heap
 from agl_run.engine import TextResource, fit_plan, text_of, with_text
 
 _LOG = logging.getLogger("agl_learn")
@@ -303,6 +303,7 @@ def main() -> None:
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Job)
     threading.Thread(target=_end_with_learner, daemon=True).start()
     trainer = Trainer.from_config(job.config, folder=Path(job.folder))
+    settle_heap()
     try:
         trainer.fit(None, job.tasks.train, job.tasks.val, resume=True)
     except AglError as error:

@@ -46,6 +46,7 @@ def call_advantages(
 
     def estimate(scores: Sequence[Score]) -> tuple[list[float], list[float]]:
         counts = [sum(tokens.get(call.span_id, 0) for call in score.calls) for score in scores]
+        roles = tuple(score.calls[0].role for score in scores)
         greedy = None if baselines is None else [baselines[s.rollout].of(s.calls[0].baseline) for s in scores]
         found = estimator(
             Scores(
@@ -54,6 +55,7 @@ def call_advantages(
                 group_S=torch.tensor([score.group for score in scores]),
                 tokens_S=torch.tensor(counts),
                 baseline_S=None if greedy is None else torch.tensor(greedy, dtype=torch.float64),
+                roles_S=roles if any(roles) else (),
             )
         )
         return floats(found.found_S), floats(found.unit_S)

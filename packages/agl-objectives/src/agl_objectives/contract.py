@@ -100,6 +100,7 @@ class Scores:
     group_S: Tensor  # int64, 0 to number of groups - 1
     tokens_S: Tensor  # trained tokens of those calls
     baseline_S: Tensor | None = None  # the score of a greedy rollout of the same task; None without greedy rollouts
+    roles_S: tuple[str, ...] = ()  # the role of the calls (`CallCredit.role`), S names; empty if the credit has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

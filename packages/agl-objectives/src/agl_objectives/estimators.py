@@ -12,9 +12,13 @@ group g are those of one task.
     remax                 s - score of a greedy rollout    Li et al. 2023, arXiv 2310.10505
     reinforce++           (s - mean) / std                 Hu et al. 2025, arXiv 2501.03262: over the batch
     reinforce++-baseline  (s - mean_g) / std               the same paper: mean of the group, deviation of the batch
+    max_rl                (s - mean_g) / mean_g            Tajwar et al. 2026, arXiv 2602.02710
+    rae                   s - mean of the role             Liu et al. 2025, arXiv 2506.24119 (SPIRAL): over the batch
+    hierarchical_grpo     s - mean_g, or 0 for the solver  without a paper; see the function
 
 The advantage of a call is the advantage of its rollout's score, plus the distance of the call's value from the score
-(see `comparison`). The distance is scaled like the score: by 1 / (std_g + eps), 1, S / S_nonzero or 1 / std.
+(see `comparison`). The distance is scaled like the score: by 1 / (std_g + eps), 1, S / S_nonzero, 1 / std or
+1 / mean_g.
 
 Deviations from the papers, and why:
 - Standard deviations are unbiased (divide by n - 1), as in the public implementations.
@@ -24,12 +28,19 @@ Deviations from the papers, and why:
 - Scores that differ only by rounding count as equal, because a division by their deviation would turn rounding into
   signal. If an estimator divides by the deviation, all calls of equal rollouts get 0, because the distance of a call
   from its score cannot be scaled.
+- MaxRL is for rewards of 0 and 1. `max_rl` divides by the mean of |s|, which is the same for them; with negative
+  rewards the division by their mean could turn the sign of an advantage.
+- SPIRAL's baseline is an average over earlier rollouts of the role, in which a rollout counts 0.95 times as much as the
+  next. `rae` takes the mean over the role's rollouts of this step: an estimator has no state, which a restart would
+  lose, and rollouts of this step are those of the policy in training.
 
 Sums are in the order of VERL's `core_algos`, so that both libraries give the same numbers to the last bit.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -148,6 +159,53 @@ def reinforce_plus_plus_baseline(scores: Scores) -> Estimates:
     whitened = _whitened(away_S[counted_S], differs_S=differs_S[counted_S])
     found_S[counted_S], unit_S[counted_S] = whitened.found_S, whitened.unit_S
     return Estimates(found_S=found_S, unit_S=unit_S)
+
+
+@estimator("max_rl")
+def max_rl(scores: Scores) -> Estimates:
+    """Return `(s - mean_g) / mean_g`, which follows the gradient of log p in place of that of p, the success rate."""
+    # grad log p = (grad p) / p: a task counts the more, the more seldom it succeeds. With n rollouts the expectation is
+    # the gradient of -sum_{k=1..n-1} (1 - p)^k / k, the first terms of log p; the baseline takes away the n-th.
+    found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
+    for own_S, own in _compared(scores):
+        mean = own.abs().mean()
+        if mean > 0:  # without a success nothing is known of log p
+            found_S[own_S], unit_S[own_S] = (own - own.mean()) / mean * _differ(own), 1.0 / mean
+    return Estimates(found_S=found_S, unit_S=unit_S)
+
+
+@estimator("rae", compares="batch")
+def rae(scores: Scores) -> Estimates:
+    """Return `s - mean of the role` over the batch. Without roles in the credit, all scores have one role."""
+    # In a game without draws the mean of all players is the same whatever they do, and the advantage of the one who
+    # moves first would be learnt as if it were skill. A mean per role removes both.
+    names = scores.roles_S or ("",) * len(scores.scores_S)
+    number = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    role_S = torch.tensor([number[name] for name in names], dtype=torch.int64)
+    found = dr_grpo(replace(scores, group_S=role_S))
+    return Estimates(found_S=found.found_S, unit_S=torch.ones_like(found.found_S))
+
+
+@estimator("hierarchical_grpo")
+def hierarchical_grpo(scores: Scores, *, within: str = "solver") -> Estimates:
+    """Return `s - mean_g`, and 0 for roles that are compared within a rollout; raises ConfigError without roles.
+
+    For a proposer that invents a problem, and a solver that tries it several times, all in one rollout. The problems of
+    two rollouts differ, so an attempt is compared with the other attempts of its rollout, and only the proposals with
+    those of other rollouts. An attempt gets `v - s`, the distance of its credit from the mean over the role's calls.
+
+    Args:
+        scores: The scores.
+        within: Regular expression that matches the whole names of the roles that are compared within a rollout.
+    """
+    if not scores.roles_S:
+        raise ConfigError(
+            'The estimator hierarchical_grpo compares roles, and the credit names none; set [credit] use = "role".'
+        )
+    found = dr_grpo(scores)
+    is_within = [re.fullmatch(within, role) is not None for role in scores.roles_S]
+    outside_S = ~torch.tensor(is_within, dtype=torch.bool)
+    return Estimates(found_S=found.found_S * outside_S, unit_S=torch.ones_like(found.unit_S))
 
 
 def _whitened(scores_S: Tensor, *, differs_S: Tensor) -> Estimates:

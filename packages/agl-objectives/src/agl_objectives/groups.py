@@ -22,6 +22,9 @@ For estimators that compare with a greedy rollout (ReMax, Li et al. 2023, arXiv 
 once more, at temperature 0. Greedy rollouts train nothing. If the greedy rollout of a task has no reward, the task's
 group trains nothing either.
 
+An algorithm with a `source` collects nothing. Its step gets the groups that the sources have collected since its last
+step.
+
 After a restart no rollout is run twice. The tasks of a round follow from the seed and the step (`tasks`), and the ids
 of the rollouts from their positions in the step, so a repeated step finds the rollouts that were already run.
 """
@@ -154,6 +157,10 @@ class GroupSampler:
         keeps_all: Whether failed rollouts and rollouts without a reward are kept.
         has_greedy: Whether every task also runs greedily, as the baseline of its group.
         compares_batch: Whether the estimator compares over the whole batch, so that equal rollouts of a group teach.
+        max_age: With a source, how many versions of the tuned resources a rollout may be behind; -1 for no limit.
+
+    Attributes:
+        is_over: With a source, whether no more rollouts will come.
 
     Raises:
         ConfigError: A value is out of range, or has no effect with the others.
@@ -173,6 +180,7 @@ class GroupSampler:
         keeps_all: bool = False,
         has_greedy: bool = False,
         compares_batch: bool = False,
+        max_age: int = -1,
     ) -> None:
         if refill < 0:
             raise ConfigError(f"{algorithm} got refill = {refill}; give the most rounds of a step, or 0 for none.")
@@ -197,14 +205,27 @@ class GroupSampler:
         self._mask_truncated, self._overlong = mask_truncated, overlong
         self._silence, self._keeps_all, self._has_greedy = silence, keeps_all, has_greedy
         self._algorithm, self._has_curriculum = algorithm, bool(curriculum)
+        self._max_age, self._after = max_age, dict[str, int]()
+        self.is_over = False
 
     def begin(self, context: AlgorithmContext) -> None:
-        """Take the algorithm's context, from which tasks are drawn and rollouts are collected."""
+        """Take the algorithm's context; raises ConfigError if a source would make settings useless."""
         self._context = context
-        self._draws.begin(context)
+        if not context.sources:
+            self._draws.begin(context)
+            return
+        chosen = {"refill": self._refill, "curriculum": self._has_curriculum, "a greedy baseline": self._has_greedy}
+        if useless := [name for name, value in chosen.items() if value]:
+            raise ConfigError(
+                f"{self._algorithm} learns from {list(context.sources)}, which chose its own tasks, so "
+                f"{' and '.join(useless)} would be ignored; set that in the algorithm that collects, or remove the "
+                "source."
+            )
 
     async def collect(self, step: int) -> SampledGroups:
-        """Run the tasks of a step and return the groups; raises RunError if no rollout of the first tasks is usable."""
+        """Return the groups of a step; raises RunError if no rollout of the first tasks is usable."""
+        if self._context.sources:
+            return await self._shared()
         started = time.perf_counter()
         places = self._draws.first(step, self._count)
         metrics = self._draws.metrics(places)
@@ -236,12 +257,28 @@ class GroupSampler:
             )
 
     def state(self) -> dict[str, Json]:
-        """Return the state of the curriculum as JSON; empty without a curriculum."""
+        """Return the state of the curriculum or the position in the sources as JSON; empty without both."""
+        if self._after:
+            return {"after": dict(self._after), "is_over": self.is_over}
         return self._draws.state()
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Restore the state of the curriculum."""
-        self._draws.restore(state)
+        """Restore the state of the curriculum, or the position in the sources."""
+        if "after" in state:
+            self._after = dict(state["after"])
+        else:
+            self._draws.restore(state)
+
+    async def _shared(self) -> SampledGroups:
+        """Return the groups that the sources have collected since the last step."""
+        found = await self._context.recorded(after=self._after, max_age=None if self._max_age < 0 else self._max_age)
+        self._after, self.is_over = dict(found.steps), found.is_over
+        return SampledGroups(
+            groups=found.groups(),
+            episodes=list(found.episodes),
+            dropped=Counter(found.dropped),
+            metrics={f"dropped_{reason}": float(count) for reason, count in found.dropped.items()},
+        )
 
     async def _refilled(
         self, step: int, places: Sequence[int], *, begun: SampledGroups

@@ -264,6 +264,7 @@ def try_estimator(name: str, estimator: Estimator) -> None:
         group_S=torch.tensor([0, 0, 0, 1]),
         tokens_S=torch.tensor([3, 4, 5, 6]),
         baseline_S=torch.tensor([0.5, 0.5, 0.5, 0.5]),
+        roles_S=("writer", "writer", "critic", "critic"),
     )
     found: Any = _called("estimator", name, lambda: estimator(scores))
     if not isinstance(found, Estimates):

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from agl_objectives.contract import Scores, TokenBatch, surveyed
+from agl_objectives.typed_torch import integers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -247,9 +248,15 @@ def example_scores(seed: int) -> Scores:
         scores_S=torch.randn(13, generator=generator, dtype=torch.float64),
         group_S=group_S,
         tokens_S=torch.randint(1, 50, (13,), generator=generator),
+        roles_S=tuple("writer" if place % 2 else "critic" for place in range(13)),
     )
 
 
 def chosen_scores(scores: Scores, places: Tensor) -> Scores:
     """Return the scores at the indices `places`, in that order."""
-    return Scores(scores_S=scores.scores_S[places], group_S=scores.group_S[places], tokens_S=scores.tokens_S[places])
+    return Scores(
+        scores_S=scores.scores_S[places],
+        group_S=scores.group_S[places],
+        tokens_S=scores.tokens_S[places],
+        roles_S=tuple(scores.roles_S[place] for place in integers(places)),
+    )

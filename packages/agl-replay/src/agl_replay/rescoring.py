@@ -6,16 +6,16 @@ and still count.
 """
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from agl import PluginManager
-from agl.contracts import Policy, Recording, RewardEmitter, Upstream
+from agl.contracts import GroupRewardEmitter, Policy, Recording, RewardEmitter, Upstream
 from agl.episodes import Score, ScoreOptions, admitted_rewards, recorded_rewards, score
-from agl.errors import AglError, ConfigError
+from agl.errors import AglError, ConfigError, RewardError
 from agl.schemas import Record, Reward, Rollout, Span
 from agl.tracing import make_reward_span
 from agl_inspect.records.names import broke_in_reward, run_of
@@ -24,6 +24,7 @@ from agl_run.engine import (
     Plan,
     build_rewards,
     check_known,
+    compared,
     named,
     placeholder_keys,
     policy_params,
@@ -83,13 +84,17 @@ class Rescorer:
         self, emitters: Sequence[tuple[str, RewardEmitter]], *, before: ScoreOptions, after: ScoreOptions
     ) -> None:
         self._emitters = emitters
+        self._comparing = [(name, one) for name, one in emitters if isinstance(one, GroupRewardEmitter)]
+        self._compared: defaultdict[str, list[Reward | EmitterError]] = defaultdict(list)
         self._before, self._after = before, after
 
     async def run(self, recordings: AsyncIterator[Recording], *, concurrency: int) -> AsyncIterator[Rescored]:
         """Score up to ``concurrency`` recordings at once, and yield the results in order.
 
-        At most ``concurrency`` recordings are in memory.
+        At most ``concurrency`` recordings are in memory, or all of them if a reward compares rollouts.
         """
+        if self._comparing:
+            recordings = self._compare(recordings)
         waiting: deque[asyncio.Task[Rescored]] = deque()
         try:
             async for recording in recordings:
@@ -103,11 +108,33 @@ class Rescorer:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
+    async def _compare(self, recordings: AsyncIterator[Recording]) -> AsyncIterator[Recording]:
+        """Yield the recordings, after the rewards that compare rollouts have seen every group among them."""
+        every = [one async for one in recordings]
+        groups: defaultdict[str, list[Recording]] = defaultdict(list)
+        for one in every:
+            if one.rollout.status == "succeeded":
+                spans = [span for span in _without_evaluators(one) if not span.is_late]
+                groups[_group_of(one.rollout)].append(msgspec.structs.replace(one, spans=spans))
+        await asyncio.gather(*(self._compare_group(group) for group in groups.values() if len(group) > 1))
+        for one in every:
+            yield one
+
+    async def _compare_group(self, group: Sequence[Recording]) -> None:
+        for name, emitter in self._comparing:
+            found: Sequence[Reward | EmitterError]
+            try:
+                found = await compared(name, emitter, group)
+            except RewardError as error:
+                found = [EmitterError(emitter=name, message=str(error))] * len(group)
+            for one, reward in zip(group, found, strict=True):
+                self._compared[one.rollout.rollout_id].append(reward)
+
     async def rescore(self, recording: Recording) -> Rescored:
         """Score one recording, which must have all spans of its deciding attempt."""
         rollout = recording.rollout
         own = [span for span in recording.spans if span.attempt_id == rollout.attempt_id]
-        kept = [span for span in own if not _is_of_evaluator(span)]
+        kept = _without_evaluators(recording)
         found = Rescored(
             rollout_id=rollout.rollout_id,
             group_id=rollout.group_id,
@@ -130,8 +157,9 @@ class Rescorer:
     async def _judge(self, rollout: Rollout, spans: Sequence[Span]) -> tuple[list[Reward], list[EmitterError]]:
         """Call the emitters one after the other; if one raises, the others are still called."""
         judged = msgspec.structs.replace(rollout, status="running", finished_at=0.0)  # as emitters see it in a worker
-        rewards: list[Reward] = []
-        errors: list[EmitterError] = []
+        found = self._compared[rollout.rollout_id]
+        rewards = [each for each in found if isinstance(each, Reward)]
+        errors = [each for each in found if isinstance(each, EmitterError)]
         for name, emitter in self._emitters:
             try:
                 rewards += await rewards_of(name, emitter, judged, spans)
@@ -221,8 +249,10 @@ def _is_unjudged(recording: Recording) -> bool:
     return bool(deciding) and broke_in_reward(deciding[0])
 
 
-def _is_of_evaluator(span: Span) -> bool:
-    return span.reward is not None and span.reward.source == "evaluator"
+def _without_evaluators(recording: Recording) -> list[Span]:
+    """Return the spans of the deciding attempt without the rewards that evaluators gave."""
+    own = [span for span in recording.spans if span.attempt_id == recording.rollout.attempt_id]
+    return [span for span in own if span.reward is None or span.reward.source != "evaluator"]
 
 
 def _rewards(spans: Sequence[Span], rollout: Rollout) -> list[Reward]:

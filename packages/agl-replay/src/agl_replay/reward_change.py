@@ -1,4 +1,4 @@
-"""Sums up the effect of a changed reward on recorded rollouts: on the mean, the order within groups, and every part.
+"""Sums up the effect of a changed reward on recorded rollouts: on the mean, groups, parts and agreement with people.
 
 An algorithm that compares the rollouts of a group, such as GRPO, learns nothing from a group of equal rewards, and
 learns the same if all rewards of a group are scaled or shifted together. So the summary counts the groups whose
@@ -6,6 +6,7 @@ rollouts change their order, and the silent groups.
 """
 
 import math
+import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
@@ -16,6 +17,12 @@ from agl_replay.rescoring import Rescored
 _EQUAL = 1e-9
 """Largest difference of rewards that count as equal; sums of the same parts in another order differ by less."""
 
+
+_GOOD = 0.5
+"""The least reward or rating that counts as good."""
+
+_DRAWS = 1000
+"""Number of draws from the posterior of kappa."""
 
 _NAMELESS = "(no name)"
 """Stands for a part whose name is ``""``, because here ``""`` stands for the reward itself."""
@@ -80,6 +87,26 @@ class Values(Record, frozen=True, kw_only=True, omit_defaults=False):
     at_greatest: float
 
 
+class Agreement(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """How far a reward agrees with people who rated the same rollouts; 0.5 and more counts as good, for both.
+
+    Attributes:
+        rated: Number of rollouts that people rated and that have the reward.
+        praised: Number of these that the reward calls good and people do not.
+        missed: Number of these that people call good and the reward does not.
+        kappa: Cohen's kappa: 1 for full agreement, 0 for the agreement of chance (Cohen 1960).
+        low: Lower end of the 95 % interval of kappa.
+        high: Upper end of the interval.
+    """
+
+    rated: int
+    praised: int
+    missed: int
+    kappa: float
+    low: float
+    high: float
+
+
 class RewardChange(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The whole effect of a changed reward on recorded rollouts.
 
@@ -94,6 +121,9 @@ class RewardChange(Record, frozen=True, kw_only=True, omit_defaults=False):
         tasks: Number of tasks of these rollouts.
         groups: The changes within groups.
         parts: The changes of each reward and of its parts.
+        agreed_before: The agreement of the recorded rewards with people; ``None`` unless people called some rollouts
+            good and others not.
+        agreed_after: The agreement of the new rewards.
         errors: Number of errors of emitters by their text, the most frequent first.
     """
 
@@ -107,6 +137,8 @@ class RewardChange(Record, frozen=True, kw_only=True, omit_defaults=False):
     tasks: int
     groups: GroupChange
     parts: list[PartChange]
+    agreed_before: Agreement | None
+    agreed_after: Agreement | None
     errors: dict[str, int]
 
 
@@ -128,8 +160,45 @@ def sum_up(found: Sequence[Rescored]) -> RewardChange:
         tasks=len(by_task),
         groups=_groups([pair for pair in by_group.values() if len(pair[0]) > 1]),
         parts=_parts(scored),
+        agreed_before=agreement([pair for one in scored if one.recorded for pair in _rated(one, one.before)]),
+        agreed_after=agreement([pair for one in scored if one.rewards for pair in _rated(one, one.after)]),
         errors=_errors(scored),
     )
+
+
+def agreement(pairs: Sequence[tuple[float, float]]) -> Agreement | None:
+    """Return the agreement of (reward, rating) pairs; ``None`` unless some ratings are good and others are not.
+
+    The interval is the central 95 % of kappa's posterior, with Jeffreys' prior for the four cells of the table of
+    rewards and ratings. Unlike the usual interval from a standard error, it has a width if all pairs agree. The pairs
+    have to be independent: of several rollouts of one task, the interval is too narrow.
+    """
+    table = Counter((reward >= _GOOD, rating >= _GOOD) for reward, rating in pairs)
+    cells = [table[cell] for cell in ((True, True), (True, False), (False, True), (False, False))]
+    if not (cells[0] + cells[2] and cells[1] + cells[3]):
+        return None
+    rng = random.Random(0)  # the same interval each time
+    draws = sorted(_kappa([rng.gammavariate(count + 0.5, 1) for count in cells]) for _ in range(_DRAWS))
+    low, high = draws[round(0.025 * _DRAWS)], draws[round(0.975 * _DRAWS)]
+    return Agreement(rated=len(pairs), praised=cells[1], missed=cells[2], kappa=_kappa(cells), low=low, high=high)
+
+
+def _kappa(cells: Sequence[float]) -> float:
+    """Return kappa for the cells (both good, only the reward, only the rating, neither)."""
+    both, reward, rating, neither = cells
+    # kappa = (observed - chance) / (1 - chance), in the form for a table of two by two.
+    return (
+        2
+        * (both * neither - reward * rating)
+        / ((both + reward) * (reward + neither) + (both + rating) * (rating + neither))
+    )
+
+
+def _rated(one: Rescored, value: float | None) -> list[tuple[float, float]]:
+    """Return the reward with the newest rating by a person, if there are both."""
+    ratings = [each.value for each in one.kept if each.source == "human" and each.scope == "rollout"]
+    known = [rating for rating in ratings if rating is not None]
+    return [(value, known[-1])] if known and value is not None else []
 
 
 _Pairs = tuple[list[float], list[float]]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agl.contracts import RewardEmitter, RewardSetup
+from agl.contracts import GroupRewardEmitter, RewardEmitter, RewardSetup
 from agl.episodes import ScoreOptions, score
 from agl.errors import ConfigError, RunError
 from agl.schemas import Json, Record, Reward, Rollout, Span
@@ -40,7 +40,7 @@ class Composite:
         setup: The experiment, whose plugins build the parts.
 
     Raises:
-        ConfigError: There are no parts, a weight is not finite, or ``setup`` is missing.
+        ConfigError: There are no parts, a weight is not finite, or ``setup`` is missing, or a part compares rollouts.
     """
 
     def __init__(
@@ -58,6 +58,12 @@ class Composite:
         if setup is None:
             raise ConfigError("composite builds its parts with an experiment's plugins; pass setup = RewardSetup(...)")
         self._parts = {label: (part.weight, setup.build(part.use, part.params)) for label, part in parts.items()}
+        for label, (_, emitter) in self._parts.items():
+            if isinstance(emitter, GroupRewardEmitter):
+                raise ConfigError(
+                    f"the part {label!r} of a composite compares the rollouts of a group, and a composite sees one "
+                    "rollout; give it a [[reward]] of its own, and weigh both with reward_weights of [experiment]"
+                )
         self._name = name
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:

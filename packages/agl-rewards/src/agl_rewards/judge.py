@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPException
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,6 +28,8 @@ from agl.errors import AglError, ConfigError
 from agl.schemas import LLM, Json, PromptTemplate, Record, Reward, Rollout, Span
 from agl.urls import base_url_of
 from agl_rewards.source import as_text, task_fields, text_source
+
+T = TypeVar("T")
 
 TEMPLATE = """\
 You judge the work of an assistant.
@@ -110,10 +112,54 @@ class Judge:
         name: str = "judge",
         setup: RewardSetup | None = None,
     ) -> None:
-        self._llm = _of_policy(model, setup) if isinstance(model, str) else _of_endpoint(model)
-        self._template = _template(template)
+        self._model = JudgeModel(
+            model, setup=setup, request=request, retries=retries, timeout_s=timeout_s, concurrency=concurrency
+        )
+        self._template = template_of(template, needs="text")
         self._text = text_source(source)
         self._reading = _ScoreReader(score, *scale)
+        self._has_feedback = feedback
+        self._name = name
+
+    async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
+        """Return the reward of one attempt; raises :class:`ConfigError` if the task lacks a key of the template."""
+        value, said = await self._model.read(self._prompt(rollout, self._text(spans)), self._reading.value)
+        if value is None:
+            return self._reward(None, f"the judge gave no score: {said}")
+        return self._reward(value, said if self._has_feedback else "")
+
+    def _prompt(self, rollout: Rollout, text: str) -> str:
+        low, high = f"{self._reading.low:g}", f"{self._reading.high:g}"
+        own = {"task": as_text(rollout.task), "text": text, "low": low, "high": high}
+        return self._template.format(**{**task_fields(rollout.task), **own})
+
+    def _reward(self, value: float | None, feedback: str) -> Reward:
+        return Reward(value=value, name=self._name, source="evaluator", feedback=feedback[:MAX_FEEDBACK])
+
+
+class JudgeModel:
+    """Asks a model until it gives an answer that can be read.
+
+    Args:
+        model: The name of a policy of the experiment, or an :class:`Endpoint`.
+        setup: The experiment, whose policies ``model`` may name.
+        request: Fields of the request besides model and messages; ``None`` for temperature 0.
+        retries: The number of further tries if there is no answer, or one that cannot be read.
+        timeout_s: Seconds that one try may take.
+        concurrency: The most calls at once.
+    """
+
+    def __init__(
+        self,
+        model: str | Endpoint,
+        *,
+        setup: RewardSetup | None,
+        request: dict[str, Json] | None,
+        retries: int,
+        timeout_s: float,
+        concurrency: int,
+    ) -> None:
+        self._llm = _of_policy(model, setup) if isinstance(model, str) else _of_endpoint(model)
         self._request: Mapping[str, Json] = {"temperature": 0.0} if request is None else request
         if retries < 0 or timeout_s <= 0 or concurrency < 1:
             raise ConfigError(
@@ -122,26 +168,20 @@ class Judge:
             )
         self._waits = [0.0, *(BACKOFF_S * 2**number for number in range(retries))]
         self._timeout_s = timeout_s
-        self._has_feedback = feedback
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="agl-judge")
-        self._name = name
 
-    async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
-        """Return the reward of one attempt; raises :class:`ConfigError` if the task lacks a key of the template."""
-        prompt = self._prompt(rollout, self._text(spans))
-        one_try = partial(ask, self._llm, prompt, request=self._request, timeout_s=self._timeout_s)
-        return await self._judge(one_try)
+    async def read(
+        self, prompt: str, reader: Callable[[str], T | None], *, repair: str = ""
+    ) -> tuple[T, str] | tuple[None, str]:
+        """Return what ``reader`` finds in an answer, with the answer; or ``None`` with the last problem.
 
-    def _prompt(self, rollout: Rollout, text: str) -> str:
-        low, high = f"{self._reading.low:g}", f"{self._reading.high:g}"
-        own = {"task": as_text(rollout.task), "text": text, "low": low, "high": high}
-        return self._template.format(**{**task_fields(rollout.task), **own})
-
-    async def _judge(self, one_try: Callable[[], str]) -> Reward:
-        """Ask the judge until an answer has a valid score, with growing pauses; stop at an error that would repeat."""
-        problem = ""
+        Pauses grow from try to try, and an error that would repeat ends the tries. With ``repair``, an answer in which
+        ``reader`` found nothing is shown to the model in the next try, followed by that text.
+        """
+        problem, asked = "", prompt
         for wait_s in self._waits:
             await asyncio.sleep(wait_s)
+            one_try = partial(ask, self._llm, asked, request=self._request, timeout_s=self._timeout_s)
             try:
                 answer = await asyncio.get_running_loop().run_in_executor(self._threads, one_try)
             except EndpointError as error:
@@ -149,14 +189,13 @@ class Judge:
                 if not error.is_passing:
                     break
                 continue
-            value = self._reading.value(answer)
-            if value is not None:
-                return self._reward(value, answer.strip() if self._has_feedback else "")
-            problem = f"no score in its answer {answer!r}"
-        return self._reward(None, f"the judge gave no score: {problem}")
-
-    def _reward(self, value: float | None, feedback: str) -> Reward:
-        return Reward(value=value, name=self._name, source="evaluator", feedback=feedback[:MAX_FEEDBACK])
+            found = reader(answer)
+            if found is not None:
+                return found, answer.strip()
+            problem = f"its answer was {answer!r}"
+            if repair:
+                asked = f"{prompt}\n\nYou answered:\n{answer[:MAX_FEEDBACK]}\n\n{repair}"
+        return None, problem
 
 
 class _ScoreReader:
@@ -212,14 +251,15 @@ def _of_policy(name: str, setup: RewardSetup | None) -> LLM:
     return policies[name]
 
 
-def _template(text: str) -> PromptTemplate:
+def template_of(text: str, *, needs: str) -> PromptTemplate:
+    """Return a judge's template; raises :class:`ConfigError` if it is malformed or lacks the field ``needs``."""
     template = PromptTemplate(template=text)
     try:
         fields = template.fields
     except ValueError as error:
         raise ConfigError(f"the judge's template is malformed: {error}; write braces as {{{{ and }}}}") from error
-    if "text" not in fields:
-        raise ConfigError("the judge's template lacks {text}, the text to judge; add it")
+    if needs not in fields:
+        raise ConfigError(f"the judge's template lacks {{{needs}}}, the {needs} to judge; add it")
     return template
 
 

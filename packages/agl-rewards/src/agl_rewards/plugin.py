@@ -53,6 +53,12 @@ def agl_rewards() -> Iterable[RewardEntry]:
         summary="a score from a judge model",
         takes_setup=True,
     )
+    yield RewardEntry(
+        name="group-judge",
+        factory="agl_rewards.group_judge:GroupJudge",
+        summary="the rank among the rollouts of a group, from a judge model",
+        takes_setup=True,
+    )
 
 
 @hookimpl

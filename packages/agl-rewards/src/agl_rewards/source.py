@@ -4,6 +4,7 @@ Every emitter of this package that reads a text has an argument ``source`` with 
 
 - ``answer``: the last complete model answer that has text;
 - ``answer:AGENT``: the last such answer of an agent, node or role whose whole name the regular expression matches;
+- ``conversation``: every message of the last complete model call, with its role and tool calls;
 - ``output`` or ``output:KEY``: the agent's return value, or one key of it;
 - ``object:NAME`` or ``object:NAME:KEY``: the last ``agl.emit_object(value, name=NAME)``, or one key of it;
 - ``tool:NAME:ARGUMENT``: an argument of the last call of a tool.
@@ -26,7 +27,7 @@ from agl.schemas import Json, Span
 TextOf = Callable[[Sequence[Span]], str]
 """A function that finds the text in an attempt's spans."""
 
-_FORMS = "answer, answer:AGENT, output, output:KEY, object:NAME, object:NAME:KEY or tool:NAME:ARGUMENT"
+_FORMS = "answer, answer:AGENT, conversation, output, output:KEY, object:NAME, object:NAME:KEY or tool:NAME:ARGUMENT"
 
 
 def text_source(source: str) -> TextOf:
@@ -36,6 +37,8 @@ def text_source(source: str) -> TextOf:
             return final_text
         case ["answer", agent]:
             return _answer_of(_pattern(agent))
+        case ["conversation"]:
+            return _conversation
         case ["output"]:
             return lambda spans: as_text(_output(spans))
         case ["output", key]:
@@ -88,6 +91,19 @@ def _answer_of(agent: re.Pattern[str]) -> TextOf:
         return final_text([span for span in calls if any(map(agent.fullmatch, enclosing.who(span).named))])
 
     return text
+
+
+def _conversation(spans: Sequence[Span]) -> str:
+    ordered = (span for span in reversed(chronological(spans).spans) if span.call is not None and not span.is_late)
+    calls = (span.call for span in ordered if span.call is not None and is_answered(span.call))
+    last = next((call for call in calls if call.dialect != "embeddings"), None)
+    messages: list[Any] = [] if last is None else call_messages(last)
+    return "".join(f"[{message.get('role')}]\n{_said(message)}\n" for message in messages)
+
+
+def _said(message: Any) -> str:
+    parts = (message.get("content"), message.get("tool_calls"))
+    return "\n".join(as_text(part) for part in parts if part)
 
 
 def _output(spans: Sequence[Span]) -> Json:

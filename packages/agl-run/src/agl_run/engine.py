@@ -31,6 +31,7 @@ from agl_run.run.training_episodes import read_finished as read_finished
 from agl_run.run.training_episodes import score_options as score_options
 from agl_run.run.trial import reached as reached
 from agl_run.run.trial import trial as trial
+from agl_run.runners.judging import compared as compared
 from agl_run.runners.judging import rewards_of as rewards_of
 from agl_run.runners.recording import record_command as record_command
 from agl_run.runners.repeats import kind_of as kind_of

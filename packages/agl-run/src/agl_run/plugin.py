@@ -69,6 +69,11 @@ def agl_policies() -> Iterable[PolicyEntry]:
         factory="agl_run.builtin:OpenAIPolicy",
         summary="an OpenAI-compatible endpoint, not trained",
     )
+    yield PolicyEntry(
+        name="past",
+        factory="agl_run.run.opponents:PastPolicy",
+        summary="past versions of a policy in training, as its opponent",
+    )
 
 
 @hookimpl

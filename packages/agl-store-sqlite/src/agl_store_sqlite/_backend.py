@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager
@@ -19,13 +20,19 @@ from agl.errors import StoreError
 from agl.stores import Reads, Tables, WakeUp, Work, expire
 from agl_store_sqlite._acknowledged import AcknowledgedCursor, last_cursor
 from agl_store_sqlite._reads import SQLiteReads
-from agl_store_sqlite._schema import connect, explain, is_locked, open_file
+from agl_store_sqlite._schema import begin, connect, explain, is_locked, open_file
 from agl_store_sqlite._tables import SQLiteTables, next_deadline
 from agl_store_sqlite.sql.batches import Batches, Look, OverdueError, answer_to, perform
 from agl_store_sqlite.sql.compaction import Compaction
 from agl_store_sqlite.sql.packing import Packer
 
 READERS = 4
+
+SWITCH_S = 0.0005
+"""How long a thread of this process may keep the interpreter from the others.
+
+Other processes wait for a transaction of this one, and its thread gives the interpreter away in every statement.
+"""
 
 _PAGES = ("page_count", "freelist_count", "page_size")
 LEAST_FREE_BYTES, LEAST_FREE_SHARE = 1 << 20, 0.1
@@ -61,6 +68,7 @@ class SQLiteBackend:
         self.shown_url = f"sqlite:///{path}"
         self._path, self._clock, self._poll_s, self._busy_s = path, clock, poll_s, busy_s
         self._acknowledged = AcknowledgedCursor(path)
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._db = open_file(path, busy_s=busy_s)
         self._acknowledged.compare(self._db)
         self._packer = Packer()
@@ -164,7 +172,7 @@ class SQLiteBackend:
         """Open tables in a transaction, commit it at the end, and wake the waiters for its changes."""
         self._acknowledged.require_store()
         tables = SQLiteTables(self._db, self._packer, now=self._clock())
-        self._db.execute("BEGIN IMMEDIATE")
+        begin(self._db, busy_s=self._busy_s)
         try:
             yield tables
             tables.write_statistics()

@@ -120,7 +120,8 @@ def open_file(path: Path, *, busy_s: float) -> sqlite3.Connection:
     connection: sqlite3.Connection | None = None
     try:
         connection = connect(path, busy_s=busy_s)
-        _use_wal(connection, busy_s)
+        # SQLite does not wait in this statement
+        _try(connection, "PRAGMA journal_mode = WAL", busy_s=busy_s, every_s=0.01)
         _migrate(connection, path)
     except BaseException as error:
         if connection is not None:
@@ -156,17 +157,29 @@ def explain(error: Exception, path: Path) -> Exception:
     return StoreError(f"the store {path} failed with {text!r}; {hint}")
 
 
-def _use_wal(connection: sqlite3.Connection, busy_s: float) -> None:
-    """Switch to WAL; waits for other processes itself, because SQLite does not wait in this statement."""
+def begin(connection: sqlite3.Connection, *, busy_s: float) -> None:
+    """Begin a transaction that writes; while another process has one, look every millisecond.
+
+    SQLite's own looks are up to 0.1 s apart, and between two of them a busy process begins many transactions.
+    """
+    connection.execute("PRAGMA busy_timeout = 0")
+    try:
+        _try(connection, "BEGIN IMMEDIATE", busy_s=busy_s, every_s=0.001)
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {busy_s * 1e3:.0f}")
+
+
+def _try(connection: sqlite3.Connection, statement: str, *, busy_s: float, every_s: float) -> None:
+    """Execute a statement, again and again while other processes hold the file."""
     end = time.monotonic() + busy_s
     while True:
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(statement)
             return
         except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > end:
+            if not is_locked(error) or time.monotonic() > end:
                 raise
-            time.sleep(0.01)
+            time.sleep(every_s)
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:

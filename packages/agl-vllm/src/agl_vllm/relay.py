@@ -2,24 +2,21 @@
 
 The relay has one address per server. Chat calls are answered by `tokens.py`; all other requests are passed on
 unchanged. If a server does not answer, the relay closes the client's connection, so the gateway sends the call to
-another server.
+another server. Other content than a JSON object is passed on, so that the server itself refuses it.
 
-The relay runs an event loop in its own thread, so that a busy agent delays no answer. Limit: a streamed chat answer is
-sent in one piece, once it is complete.
+The relay runs an event loop in its own thread, so that a busy agent delays no answer.
 """
 
 import asyncio
-import json
 import threading
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from typing import Any, cast
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from agl_vllm.tokens import AnswerError, TokenCalls
-from agl_vllm.turns import TurnBook
+from agl_vllm.tokens import TokenCalls
 
 _MAX_BODY = 256 * 2**20
 _HOP = frozenset(("connection", "content-encoding", "content-length", "date", "host", "server", "transfer-encoding"))
@@ -67,7 +64,7 @@ class TokenRelay:
         # No timeout: the gateway has one, and closes its connection then.
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-        self._calls = TokenCalls(self._session, TurnBook())
+        self._calls = TokenCalls(self._session)
         return [await self._listen(_Site(root, self._session, self._calls)) for root in self._roots]
 
     async def _listen(self, site: "_Site") -> str:
@@ -94,21 +91,12 @@ class _Site:
         self._root, self._session, self._calls = root, session, calls
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = _object(await request.read())
-        if body is None:
-            return await self.passed_on(request)
         headers = {name: value for name, value in request.headers.items() if name.lower() == "authorization"}
-        is_streamed = bool(body.pop("stream", False))
-        options: dict[str, Any] = body.pop("stream_options", None) or {}
         try:
-            answer = await self._calls.answer(self._root, body, headers)
-        except AnswerError as error:
-            return web.Response(status=error.status, body=error.body, content_type="application/json")
+            answer = await self._calls.respond(self._root, await request.read(), headers)
         except (aiohttp.ClientError, OSError):
             return _hung_up(request)
-        if not is_streamed:
-            return web.json_response(answer)
-        return web.Response(body=_in_one_piece(answer, options), content_type="text/event-stream")
+        return await self.passed_on(request) if answer is None else answer
 
     async def passed_on(self, request: web.Request) -> web.StreamResponse:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
@@ -127,34 +115,8 @@ class _Site:
         return reply
 
 
-def _object(content: bytes) -> dict[str, Any] | None:
-    """Return a JSON object, or None for other content, which is passed on so that the server itself refuses it."""
-    try:
-        found: Any = json.loads(content)
-    except ValueError:
-        return None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
-
-
 def _hung_up(request: web.Request) -> web.StreamResponse:
     """Close the client's connection without ending the answer, as the server did."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=502)
-
-
-def _in_one_piece(answer: dict[str, Any], options: dict[str, Any]) -> bytes:
-    """Return a stream with the whole answer in one chunk, and a chunk with the usage if the client asked for it."""
-    head = {name: answer.get(name) for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    choices = [_delta(choice) for choice in answer["choices"]]
-    chunks = [{**head, "choices": choices, "prompt_token_ids": answer.get("prompt_token_ids")}]
-    if options.get("include_usage"):
-        chunks.append({**head, "choices": [], "usage": answer.get("usage")})
-    return b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks) + b"data: [DONE]\n\n"
-
-
-def _delta(choice: dict[str, Any]) -> dict[str, Any]:
-    message = {name: value for name, value in choice["message"].items() if value is not None}
-    if message.get("tool_calls"):
-        message["tool_calls"] = [{"index": at, **call} for at, call in enumerate(message["tool_calls"])]
-    return {name: value for name, value in choice.items() if name != "message"} | {"delta": message}

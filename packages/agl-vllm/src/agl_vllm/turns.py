@@ -4,8 +4,11 @@ Clients send tool calls back with other white space or key order, and the templa
 remembered answer in a prompt is rendered as a mark, and the mark is then replaced by the text that the model wrote. A
 prompt continues a remembered turn if its text begins with that turn's prompt and answer; the rest is new text.
 
-Nothing is guessed: an answer is not remembered if its text differs from what its message shows. Such answers have
-reasoning next to the content, were cut at a stop string, or are plain texts that the server trimmed.
+An answer with reasoning gets no mark, because only the template decides whether earlier reasoning stays in a prompt. It
+is continued where the template prints it exactly as the model wrote it.
+
+Nothing is guessed: an answer without reasoning is not remembered if its text differs from what its message shows. Such
+answers were cut at a stop string, or are plain texts that the server trimmed.
 """
 
 import json
@@ -16,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
-Key = tuple[str, tuple[tuple[str, str, str], ...]]
+Key = tuple[str, str, tuple[tuple[str, str, str], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marked:
-    """A conversation in which a placeholder, the mark, stands for every remembered answer.
+    """A conversation in which a placeholder, the mark, stands for every remembered answer without reasoning.
 
     Attributes:
         messages: The messages, with marks.
@@ -93,19 +96,20 @@ class TurnBook:
             self._forget(self._order.popleft())
 
     def marked(self, messages: Sequence[Mapping[str, Any]]) -> Marked | None:
-        """Return the conversation with its remembered answers marked; None if no answer is remembered."""
+        """Return the conversation with its remembered answers marked; None if it has no remembered answer."""
         found: list[Mapping[str, Any]] = []
         texts: dict[str, str] = {}
         turns: list[Turn] = []
         for message in messages:
             alike = self._by_key.get(_key(message)) if message.get("role") == "assistant" else None
             if alike:
-                mark = f"[{self._secret}-{len(texts)}]"
-                texts[mark] = alike[0].written
                 turns = [*alike, *turns]
-                message = {"role": "assistant", "content": mark}
+                if not reasoning_of(alike[0].message):
+                    mark = f"[{self._secret}-{len(texts)}]"
+                    texts[mark] = alike[0].written
+                    message = {"role": "assistant", "content": mark}
             found.append(message)
-        return Marked(messages=found, texts=texts, turns=turns) if texts else None
+        return Marked(messages=found, texts=texts, turns=turns) if turns else None
 
     def _forget(self, key: Key) -> None:
         """Forget the oldest turn with this message."""
@@ -117,9 +121,14 @@ class TurnBook:
 
 def is_shown(message: Mapping[str, Any], written: str) -> bool:
     """Return true if a message has no reasoning, and holds tool calls or the model's exact text."""
-    if message.get("reasoning") or message.get("reasoning_content"):
+    if reasoning_of(message):
         return False
     return bool(message.get("tool_calls")) or message.get("content") == written
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """Return the reasoning next to a message's content; "" for none."""
+    return str(message.get("reasoning") or message.get("reasoning_content") or "")
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -142,13 +151,13 @@ def _objects(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _key(message: Mapping[str, Any]) -> Key:
-    """Return the key of an assistant message: the content and the tool calls, with arguments in canonical JSON."""
+    """Return the key of an assistant message: reasoning, content, and tool calls with arguments in canonical JSON."""
     calls = tuple(
         (str(call.get("id")), str(call["function"].get("name")), _canonical(call["function"].get("arguments")))
         for call in message.get("tool_calls") or ()
     )
-    content = message.get("content") or ""
-    return (content.strip() if calls else content, calls)
+    content, reasoning = message.get("content") or "", reasoning_of(message).strip()
+    return (reasoning, content.strip() if calls or reasoning else content, calls)
 
 
 def _canonical(arguments: Any) -> str:

@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from msgspec.structs import asdict
 
 from agl.errors import ConfigError
 from agl_algo_torch.learner.policy_learner import mean
 from agl_algo_torch.learner.tuned_policy import check_tasks
-from agl_objectives.groups import GroupSampler, SampledGroups, Silence
+from agl_objectives.groups import GroupSampler, Silence
 from agl_objectives.settings import Sampling
 
 if TYPE_CHECKING:
@@ -79,7 +77,7 @@ class RolloutSupply:
     ) -> None:
         self._algorithm = algorithm
         self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
-        self._max_age, self._sampling = max_age, sampling
+        self._max_age = max_age
         self._groups = GroupSampler(
             algorithm,
             count=tasks_per_step or TASKS_PER_STEP,
@@ -87,9 +85,8 @@ class RolloutSupply:
             refill=sampling.refill,
             silence=silence,
             curriculum=sampling.curriculum,
+            max_age=max_age,
         )
-        self._after: dict[str, int] = {}
-        self._is_over = False
 
     @property
     def given(self) -> dict[str, bool]:
@@ -109,22 +106,11 @@ class RolloutSupply:
         """Prepare the supply for a run; raises ConfigError for settings that would have no effect."""
         self._context = context
         name = self._algorithm
+        self._groups.begin(context)
         if not context.sources:
             check_tasks(context, algorithm=name)
-            self._groups.begin(context)
             if self._max_age >= 0:
                 raise ConfigError(f"{name} got max_age without a source; its own rollouts are never old. Remove it.")
-        elif self._tasks_per_step or self._group_size:
-            raise ConfigError(
-                f"{name} learns from {list(context.sources)} and collects nothing, so tasks_per_step and group_size "
-                "would be ignored; remove them, or remove the source."
-            )
-        elif self._sampling != Sampling():
-            given = " and ".join(key for key, value in asdict(self._sampling).items() if value)
-            raise ConfigError(
-                f"{name} learns from {list(context.sources)}, which chose its own tasks, so {given} would be ignored; "
-                "set that in the algorithm that collects, or remove the source."
-            )
 
     def size(self, tasks: int) -> tuple[int, int]:
         """Return how many of `tasks` tasks a step draws, and how many rollouts it collects per task."""
@@ -132,41 +118,29 @@ class RolloutSupply:
 
     async def take(self, step: int) -> SuppliedGroups:
         """Return the groups of a step: newly collected ones, or the sources' rollouts since the last step."""
-        context = self._context
-        if context.sources:
-            found = await context.recorded(after=self._after, max_age=None if self._max_age < 0 else self._max_age)
-            self._after, self._is_over = found.steps, found.is_over
-            sampled = SampledGroups(
-                groups=found.groups(),
-                episodes=list(found.episodes),
-                dropped=Counter(found.dropped),
-                metrics={f"dropped_{why}": float(count) for why, count in found.dropped.items()},
-            )
-        else:
-            sampled = await self._groups.collect(step)
+        sampled = await self._groups.collect(step)
         rewards = [e.reward for group in sampled.groups for e in group if e.reward is not None]
         metrics = {"reward": mean(rewards), "groups": float(len(sampled.groups)), "rollouts": float(len(rewards))}
         metrics |= sampled.metrics  # with rounds, those of all rollouts that were collected
         return SuppliedGroups(groups=sampled.groups, metrics=metrics, stop_reason=self._reason(step), uses=sampled.uses)
 
     def state(self) -> dict[str, Json]:
-        """Return how far the sources were read, whether they are exhausted, and the state of the curriculum."""
-        return {"after": dict(self._after), "is_over": self._is_over, "groups": self._groups.state()}
+        """Return how far the sources were read and whether they are exhausted, or the state of the curriculum."""
+        return {"groups": self._groups.state()}
 
     def restore(self, state: Mapping[str, Json]) -> None:
         """Continue reading the sources from the position in `state`, and restore the curriculum."""
-        self._after = dict(state["after"])
         self._groups.restore(state.get("groups", {}))
 
     def has_more(self, state: Mapping[str, Json], *, step: int, sources_go_on: bool) -> bool:
         """Return true if another step follows step number `step`, after which the supply has the state `state`."""
         # Exhausted sources have new rollouts only if their algorithms go on; `steps` limits the steps even then.
-        if state["is_over"]:
+        if state["groups"].get("is_over"):
             return sources_go_on and (self._steps is None or step < self._steps)
         return step < self.own_steps
 
     def _reason(self, step: int) -> str:
-        if self._is_over:
+        if self._groups.is_over:
             return "the sources have nothing more"
         limit = self._steps or (None if self._context.sources else STEPS)
         return f"reached steps = {step}" if step == limit else ""

@@ -349,7 +349,7 @@ def check_tasks(context: AlgorithmContext, *, algorithm: str) -> None:
 
 
 class OnPolicy:
-    """Base of the algorithms with a fixed number of steps on rollouts that they collect; it lacks only the step.
+    """Base of the algorithms with at most `steps` steps on the groups of `_groups`; it lacks only the step.
 
     Subclasses set `_groups`, `_tuned` and `_steps`, and implement `step`.
     """
@@ -362,11 +362,12 @@ class OnPolicy:
         """Prepare a run; raises ConfigError unless one policy that can be trained here is tuned and there are tasks."""
         self._context = context
         self._tuned.begin(context)
-        check_tasks(context, algorithm=self._tuned.algorithm)
+        if not context.sources:
+            check_tasks(context, algorithm=self._tuned.algorithm)
         self._groups.begin(context)
 
     def state(self) -> Mapping[str, Json]:
-        """Return the state of the tuned policy (`TunedPolicy.state`) and of the curriculum."""
+        """Return the states of the tuned policy (`TunedPolicy.state`) and of the groups (`GroupSampler.state`)."""
         return {**self._tuned.state(), "groups": self._groups.state()}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
@@ -379,12 +380,12 @@ class OnPolicy:
         await self._tuned.go_back(state, rate=rate)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true if fewer than `steps` steps are done.
+        """Return true if fewer than `steps` steps are done, and the sources, if any, have or will have rollouts.
 
         If `steps` was raised, a decay of the learning rate ends at the new last step.
         """
-        del tasks, sources_go_on
-        return int(state["step"]) < self._steps
+        del tasks
+        return int(state["step"]) < self._steps and (sources_go_on or not state["groups"].get("is_over"))
 
     async def close(self) -> None:
         """Release the models."""
@@ -400,13 +401,15 @@ class OnPolicy:
     ) -> StepReport:
         """Return the report of the step that has just ended; `trained` may name a rollout id several times."""
         step = self._tuned.step
-        is_finished = step >= self._steps
+        stop_reason = f"reached steps = {self._steps}" if step >= self._steps else ""
+        if self._groups.is_over:
+            stop_reason = stop_reason or "the sources have nothing more"
         return StepReport(
             step=step,
-            is_finished=is_finished,
+            is_finished=bool(stop_reason),
             metrics=metrics,
             trained=tuple(dict.fromkeys(trained)),  # each id once, in order
             published=published,
-            stop_reason=f"reached steps = {self._steps}" if is_finished else "",
+            stop_reason=stop_reason,
             uses=uses,
         )

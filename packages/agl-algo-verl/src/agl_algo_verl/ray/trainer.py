@@ -78,6 +78,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+TEXT_TURNS = (
+    "VERL's replicas take no prompts of token ids, so the turns of a conversation may become separate rows. vLLM 0.24 "
+    "takes them, and later versions with actor_rollout_ref.rollout.engine_kwargs.vllm.enable_scale_out = true; SGLang "
+    "does not"
+)
+"""The warning for replicas to which later turns cannot be sent as recorded tokens."""
+
 REPORTED = {
     **{
         f"actor/{name}": name
@@ -341,7 +348,8 @@ class RayVERL(VerlTraining):
         self._request = await cluster.request()
         if self._request is None:
             raise AglError(f"VERL's trainer ended before step {self._step + 1}; continue with --resume (resume=True)")
-        await self._attach(self._request)
+        if not await self._attach(self._request) and not self.read.is_cpu:
+            self._context.say(TEXT_TURNS)
         return cluster
 
     def _can_train(self, prepared: PreparedStep) -> bool:
@@ -403,8 +411,11 @@ class RayVERL(VerlTraining):
         )
         raise cluster.failure() or self._policy.failure() or gone
 
-    async def _attach(self, request: StepRequest) -> None:
-        await self._policy.attach(request.addresses, version=f"global_step_{request.step - 1}")
+    async def _attach(self, request: StepRequest) -> bool:
+        """Send calls to the replicas; returns true if they get later turns as recorded tokens from the relay."""
+        version = f"global_step_{request.step - 1}"
+        # The replica for the CPU needs no relay for that: it remembers the tokens of its own turns.
+        return await self._policy.attach(request.addresses, version=version, asks_tokens=not self.read.is_cpu)
 
     def _config(self) -> Any:
         return compose(

@@ -26,6 +26,7 @@ from agl.errors import AglError, ConfigError, PolicyError
 from agl.schemas import ResourceVersion, Weights
 from agl_algo_verl.serving.relay import CONNECT_S, Backend, model_of
 from agl_algo_verl.serving.relay_process import RelayProcess
+from agl_vllm.client import ServerClient
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -135,13 +136,15 @@ class VerlPolicy:
         await self._there(self._load(version))
         return self._served()
 
-    async def attach(self, addresses: Sequence[str], *, version: str = "") -> None:
+    async def attach(self, addresses: Sequence[str], *, version: str = "", asks_tokens: bool = False) -> bool:
         """Send calls to VERL's replicas from now on, including calls that were held.
 
         Args:
             addresses: The replicas, `host:port` each.
             version: Version of the replicas' weights, for answers that do not name one.
+            asks_tokens: True to send later turns as recorded tokens, if the first replica takes prompts of token ids.
 
+        Returns true if later turns are sent as recorded tokens.
         Raises PolicyError if the first replica does not report its model, or if the relay's process does not start.
         """
         urls = tuple(f"http://{address}/v1" for address in addresses)
@@ -149,7 +152,10 @@ class VerlPolicy:
         same = known if known is not None and known.urls == urls else None
         key = policy_key()
         model = same.model if same else await self._there(_model_of(urls[0], key=key))
-        await self._there(self._attach(Backend(urls=urls, model=model, version=version, is_awaited=True, key=key)))
+        takes_tokens = same.takes_tokens if same else asks_tokens and await _takes_tokens(urls[0], model, key=key)
+        backend = Backend(urls=urls, model=model, version=version, is_awaited=True, key=key, takes_tokens=takes_tokens)
+        await self._there(self._attach(backend))
+        return takes_tokens
 
     async def hold(self) -> None:
         """Hold new calls until `attach`, `detach` or `stop`; returns once the calls in flight have ended."""
@@ -243,6 +249,13 @@ async def _model_of(url: str, *, key: str) -> str:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         return await model_of(session, url, key=key)
+
+
+async def _takes_tokens(url: str, model: str, *, key: str) -> bool:
+    try:
+        return await ServerClient(url, key=key).takes_tokens(model=model)
+    except PolicyError:  # such as a server whose template refuses the request: its calls are sent as they come
+        return False
 
 
 def policy_key() -> str:

@@ -5,9 +5,12 @@ replica cannot be reached, or closes the connection before it answers, the call 
 answered then, so nothing is recorded twice. If all replicas are gone, calls wait, so no agent fails for that. The relay
 runs in a separate process (`relay_program.py`), which its owner starts and watches (`relay_process.py`).
 
-Answers are passed on as they arrive. If an answer does not name the version of the weights, the relay adds it, because
-a held call may reach newer weights than were live when the agent made it. Only the outermost fields of a body are
-parsed and written.
+If the replicas take prompts of token ids, a later turn of a conversation is sent as the recorded tokens of the earlier
+ones and the tokens of the new text (`agl_vllm.tokens`), whichever replica answered them.
+
+Other answers are passed on as they arrive, and only the outermost fields of their bodies are parsed and written. If an
+answer does not name the version of the weights, the relay adds it, because a held call may reach newer weights than
+were live when the agent made it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from agl.contracts import POLICY_KEY_ENV
 from agl.errors import PolicyError
 from agl.served_calls import CallGate
 from agl_algo_verl.serving.replicas import Balance, digests
+from agl_vllm.tokens import TokenCalls
 
 if TYPE_CHECKING:
     import socket
@@ -62,6 +66,7 @@ class Backend:
         version: The version of their weights; `""` if unknown.
         is_awaited: True if calls wait for other servers once none of these can be reached.
         key: Their API key; `""` for none.
+        takes_tokens: True if they take prompts of token ids as vLLM does.
     """
 
     urls: tuple[str, ...]
@@ -69,6 +74,7 @@ class Backend:
     version: str = ""
     is_awaited: bool = False
     key: str = ""
+    takes_tokens: bool = False
 
 
 class ReplicaRelay:
@@ -76,8 +82,7 @@ class ReplicaRelay:
 
     Args:
         home: Returns the server for calls while there are no replicas, and may start it; if it raises an error, the
-            error
-            becomes the call's answer.
+            error becomes the call's answer.
         key: API key that calls must carry.
 
     Attributes:
@@ -91,6 +96,7 @@ class ReplicaRelay:
         self._home, self._key = home, key.encode()
         self._backend: Backend | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._turns: TokenCalls | None = None
         self._runner: web.AppRunner | None = None
         self._is_over = False
         self.balance = Balance()
@@ -103,6 +109,7 @@ class ReplicaRelay:
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S), connector=aiohttp.TCPConnector(limit=0)
         )
+        self._turns = TokenCalls(self._session)
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._answer)
         # A call whose client has disconnected ends at the replica too, so that a change of weights does not wait for
@@ -185,6 +192,14 @@ class ReplicaRelay:
         Raises one of `HANG_UPS` only if no part of the answer was passed on.
         """
         session, version = cast("aiohttp.ClientSession", self._session), backend.version
+        root = url.removesuffix("/v1/chat/completions")
+        if backend.takes_tokens and root != url and self._turns is not None:
+            answer = await self._turns.respond(root, body, _authorization(backend.key))
+            if answer is not None:
+                self.calls[url] += 1
+                if version and isinstance(answer.body, bytes):
+                    answer.body = _versioned(answer.body, version, kind=answer.content_type)
+                return answer
         headers = {"content-type": request.headers.get("content-type", "application/json")}
         headers |= _authorization(backend.key)
         async with session.request(request.method, url, data=body or None, headers=headers) as reply:
@@ -251,12 +266,19 @@ def _fields(body: bytes) -> dict[str, msgspec.Raw] | None:
 async def _first_bytes(reply: aiohttp.ClientResponse, version: str) -> bytes:
     """Return the start of an answer with the version added: all of a JSON object, or the first event of a stream."""
     if reply.content_type == "application/json":
-        return with_version(await reply.read(), version)
+        return _versioned(await reply.read(), version, kind=reply.content_type)
     if reply.content_type != "text/event-stream":
         return await reply.content.readany()
     head = b""
     while b"\n" not in head and (chunk := await reply.content.readany()):
         head += chunk
+    return _versioned(head, version, kind=reply.content_type)
+
+
+def _versioned(head: bytes, version: str, *, kind: str) -> bytes:
+    """Return a JSON object, or a stream's first events, with the version added; `kind` is the content type."""
+    if kind == "application/json":
+        return with_version(head, version)
     line, end, rest = head.partition(b"\n")
     prefix, _, event = line.partition(b" ")
     return (b"data: " + with_version(event, version) if prefix == b"data:" else line) + end + rest

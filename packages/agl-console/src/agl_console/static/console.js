@@ -109,7 +109,7 @@ function fit() {
 
 function readTokens(cells) {
   const about = cells.parentElement.querySelector("[data-about-token]");
-  const all = [...cells.children];
+  const all = [...cells.querySelectorAll(".t")];
   let now = -1;
   const show = (index) => {
     if (index < 0 || index >= all.length) return;

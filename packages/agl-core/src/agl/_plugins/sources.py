@@ -65,8 +65,11 @@ def _source_of(point: EntryPoint) -> Source:
     dist = point.dist
     if dist is None:
         return Source(name=point.name, module=point.value)
-    requires = tuple(dist.requires or ())
-    return Source(name=point.name, distribution=dist.name, version=dist.version, module=point.value, requires=requires)
+    about = dist.metadata  # read once, because each of the distribution's properties parses the file again
+    requires = tuple(about.get_all("Requires-Dist") or ())
+    return Source(
+        name=point.name, distribution=about["Name"], version=about["Version"], module=point.value, requires=requires
+    )
 
 
 def check_bound(source: Source, core_version: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from agl.contracts._serving import Policy
-from agl.contracts._store import Store
+from agl.contracts._store import Recording, Store
 from agl.errors import ConfigError
 from agl.schemas import (
     LLM,
@@ -29,6 +29,20 @@ class RewardEmitter(Protocol):
 
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Sequence[Reward] | Reward | float | None:
         """Return the rewards of one finished attempt, or ``None`` for no opinion. May be a coroutine function."""
+        ...
+
+
+@runtime_checkable
+class GroupRewardEmitter(RewardEmitter, Protocol):
+    """A reward emitter that also compares training rollouts of one task; the process that trains calls it."""
+
+    async def compare(self, group: Sequence[Recording]) -> Sequence[Reward]:
+        """Return one reward for each rollout, in order; a reward without a value says why in its feedback.
+
+        Called once for each group, of at least two rollouts of one request that have succeeded, after the request's
+        last rollout has finished. The rewards are stored as late rewards of these rollouts, so a step that is repeated
+        after a crash finds them. An exception ends the run.
+        """
         ...
 
 

@@ -164,9 +164,12 @@ class CallCredit(Record, frozen=True, kw_only=True):
         value: The call's return, or its advantage if ``is_advantage``.
         baseline: Baseline key. An estimator compares the calls that share it, and counts each rollout once.
         is_advantage: Whether the value is already an advantage, which an estimator must not normalise again.
+        role: Name of the role that made the call, for estimators that compare a role with itself in other tasks; ``""``
+            if the credit knows no roles.
     """
 
     span_id: str
     value: float
     baseline: str
     is_advantage: bool = False
+    role: str = ""

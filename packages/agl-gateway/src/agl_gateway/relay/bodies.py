@@ -15,8 +15,9 @@ from itertools import chain
 
 import zstandard
 from aiohttp import StreamReader, web
-from multidict import CIMultiDictProxy
+from multidict import MultiMapping
 
+from agl_gateway.wire.http.calls import ModelRequest
 from agl_gateway.wire.problems import Problem
 
 _RETRY_AFTER_S = 5
@@ -263,9 +264,12 @@ class BodyReader:
         self._taken: dict[int, int] = {}
         self._inflating = ThreadPoolExecutor(_INFLATING, thread_name_prefix="agl-inflate")
 
-    async def read_call(self, request: web.BaseRequest) -> bytes:
+    async def read_call(self, request: ModelRequest) -> bytes:
         """Return the JSON body of a model call; raises the errors of :meth:`read` and :func:`check_values`."""
-        body = await self.read(request, limit=self.max_body)
+        if isinstance(request, web.BaseRequest):
+            body = await self.read(request, limit=self.max_body)
+        elif len(body := request.body) > self.max_body:
+            raise too_large(self.max_body)
         await check_values(body)
         return body
 
@@ -281,6 +285,8 @@ class BodyReader:
         expected = _expected_size(request, encoding, limit)
         if expected > _LARGE:
             self._taken[id(request)] = await self._budget.take(expected)
+        if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await self._read(request.content, limit)
         if encoding and body:
             loop = asyncio.get_running_loop()
@@ -349,7 +355,7 @@ def _expected_size(request: web.BaseRequest, encoding: str, limit: int) -> int:
     return min(limit, largest(sent, encoding)) if encoding else sent
 
 
-def encodings_of(headers: CIMultiDictProxy[str]) -> list[str]:
+def encodings_of(headers: MultiMapping[str]) -> list[str]:
     """Return the content encodings that the headers of a message name, without ``identity``."""
     named = (part.strip().lower() for part in ",".join(headers.getall("content-encoding", [])).split(","))
     return [name for name in named if name not in ("", "identity")]

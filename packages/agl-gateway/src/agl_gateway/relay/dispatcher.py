@@ -1,14 +1,12 @@
-"""Dispatches requests by path; closes connections on which a request's headers take too long to arrive.
+"""Dispatches requests by path.
 
 Paths are looked up in a table and by prefix, because a router's regular expressions cost more than a call.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TypeVar
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from agl.dialects import dialect_of
 from agl.errors import NotFoundError, StoreError
@@ -17,6 +15,7 @@ from agl_gateway.access.quotas import Quotas
 from agl_gateway.relay.relay import Relay
 from agl_gateway.relay.side_calls import COMPACT, SIDE_CALLS, SideCalls
 from agl_gateway.wire.google import COUNT_TOKENS, GOOGLE_BASE, GOOGLE_METHODS, google_endpoint
+from agl_gateway.wire.http.calls import CallReply, CallRequest, ModelRequest
 from agl_gateway.wire.problems import Problem, problem_response
 from agl_gateway.wire.translation import CHAT, ClientApi
 from agl_run.access import AttemptToken
@@ -63,14 +62,14 @@ class Dispatcher:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; closes the connection if the body is too large or was not read to its end."""
         try:
-            reply = await self._answer(request)
+            reply = _aiohttps(await self.answer(request))
         finally:
             self._admission.bodies.release(request)
         if reply.status == _TOO_LARGE or not request.content.at_eof():
             reply.force_close()
         return reply
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def answer(self, request: ModelRequest) -> web.StreamResponse | CallReply:
         """Answer one request; an error gets the format that the client's library expects."""
         path = request.path
         try:
@@ -82,7 +81,7 @@ class Dispatcher:
             if path.startswith("/rollout/"):
                 rollout_id, attempt_id, key, endpoint = _split(path)
                 return await self._model_api(request, endpoint, key, (rollout_id, attempt_id))
-            return await self._other(request)
+            return await self._other(_aiohttps(request))
         except Problem as problem:
             return problem_response(problem, _dialect_at(path))
         except NotFoundError as error:
@@ -92,11 +91,11 @@ class Dispatcher:
             return problem_response(problem, _dialect_at(path))
 
     async def _model_api(
-        self, request: web.BaseRequest, endpoint: str, key: str, expected: tuple[str, str] | None
-    ) -> web.StreamResponse:
+        self, request: ModelRequest, endpoint: str, key: str, expected: tuple[str, str] | None
+    ) -> web.StreamResponse | CallReply:
         google = google_endpoint(endpoint)
         if endpoint not in MODEL_ENDPOINTS and endpoint not in SIDE_CALLS and endpoint != "/models" and not google:
-            return await self._other(request)
+            return await self._other(_aiohttps(request))
         claim = self._admission.identities.verify(key)
         if endpoint == "/models":
             require_scope(claim, ("attempt", "client", "admin"), what="the list of models")
@@ -109,12 +108,12 @@ class Dispatcher:
             _check(claim, expected)
             await self._attempts.require(claim)
         if google is not None and google.method == COUNT_TOKENS:
-            return await self._side_calls.count_google(request)
+            return await self._side_calls.count_google(_aiohttps(request))
         is_side_call = endpoint in SIDE_CALLS
         if not is_conversation and (endpoint == COMPACT or not is_side_call):
             await self._quotas.add_call(claim)
         if is_side_call:
-            return await self._side_calls.answer(request, endpoint, claim)
+            return await self._side_calls.answer(_aiohttps(request), endpoint, claim)
         if google is None:
             return await self._relay.answer(request, endpoint, claim)
         translation = google.translation(request.query.get("alt", ""))
@@ -144,6 +143,16 @@ class Dispatcher:
                 f"{GOOGLE_BASE}/MODEL:generateContent or :streamGenerateContent",
             )
         return await handle(request)
+
+
+T = TypeVar("T")
+
+
+def _aiohttps(of_either: T | CallRequest | CallReply) -> T:
+    """Return a request or an answer of aiohttp's server, which alone serves what is not a plain model call."""
+    if isinstance(of_either, CallRequest | CallReply):
+        raise AssertionError("a plain model call is answered by the relay, over its own connection")
+    return of_either
 
 
 def _dialect_at(path: str) -> ClientApi | None:
@@ -184,94 +193,3 @@ def _check(claim: AttemptToken, expected: tuple[str, str] | None) -> None:
             "use the base URL of the attempt that makes the call",
             code="invalid_api_key",
         )
-
-
-_GRACE_S = 0.5
-"""Seconds between a header deadline and the close of the connection.
-
-They let a busy event loop read data that arrived in time.
-"""
-
-
-class Connection(web.RequestHandler):
-    """One connection with a deadline for headers.
-
-    The deadline runs from the connection's start or a later request's first byte until a handler gets the request.
-    """
-
-    __slots__ = ("_deadline", "_headers_s", "_is_answering")
-
-    def __init__(self, manager: web.Server, *, headers_s: float, **settings: Any) -> None:
-        super().__init__(manager, loop=asyncio.get_running_loop(), **settings)
-        self._headers_s = headers_s
-        self._deadline: asyncio.TimerHandle | None = None
-        self._is_answering = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the deadline for the headers of the first request."""
-        super().connection_made(transport)
-        self._start_deadline()
-
-    def data_received(self, data: bytes) -> None:
-        """Receive bytes; the first bytes of a later request start the deadline for its headers."""
-        super().data_received(data)
-        if self._deadline is None and not self._is_answering:
-            self._start_deadline()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        """Cancel the deadline for headers."""
-        self._stop_deadline()
-        super().connection_lost(exc)
-
-    async def answered(self, answer: Awaitable[web.StreamResponse]) -> web.StreamResponse:
-        """Await the answer to a request whose headers have arrived; no deadline runs meanwhile."""
-        self._stop_deadline()
-        self._is_answering = True
-        try:
-            return await answer
-        finally:
-            self._is_answering = False
-
-    def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log an error with traceback, or at debug level if the client caused it, such as bytes that are not HTTP."""
-        is_of_client = isinstance(kw.get("exc_info"), HttpProcessingError)
-        (self.logger.debug if is_of_client else self.logger.exception)(*args, **kw)
-
-    def _start_deadline(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(self._headers_s, self._on_deadline)
-
-    def _stop_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _on_deadline(self) -> None:
-        self._deadline = asyncio.get_running_loop().call_later(_GRACE_S, self.force_close)
-
-
-class ConnectionServer(web.Server):
-    """An HTTP server whose connections have a deadline for headers.
-
-    Args:
-        handle: Answers requests.
-        headers_s: Seconds that the headers of a request may take.
-        settings: Other settings of the connections, as for :class:`aiohttp.web.Server`.
-    """
-
-    def __init__(
-        self, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], *, headers_s: float, **settings: Any
-    ) -> None:
-        self._handle = handle
-        self._headers_s = headers_s
-        self._settings = settings
-        super().__init__(self._answer, handler_cancellation=True)
-
-    def __call__(self) -> Connection:
-        """Create a connection for a new client."""
-        return Connection(self, headers_s=self._headers_s, **self._settings)
-
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = request.protocol
-        assert isinstance(connection, Connection)  # noqa: S101  # this server makes no others
-        return await connection.answered(self._handle(request))

@@ -1,4 +1,4 @@
-"""Sends requests to the policies' servers through one aiohttp session, and passes streamed answers on as they arrive.
+"""Sends requests to the policies' servers, and passes streamed answers on as they arrive.
 
 :class:`ClientApis` decides which calls in the messages and responses APIs reach their policy as chat completions. A
 policy in training needs the ids of its tokens, which most servers return for chat completions only: vLLM returns none
@@ -20,7 +20,7 @@ import asyncio
 import io
 import logging
 from collections.abc import AsyncIterator, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment
@@ -28,7 +28,7 @@ from urllib.request import getproxies_environment
 import aiohttp
 import msgspec
 from aiohttp import web
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict, MultiMapping
 
 from agl.contracts import POLICY_KEY_ENV, Upstream
 from agl.errors import ConfigError
@@ -38,6 +38,8 @@ from agl.urls import shown_url
 from agl_gateway.relay.bodies import ENCODINGS, INFLATE_ERRORS, READABLE, Inflater, encodings_of
 from agl_gateway.relay.callers import clean
 from agl_gateway.relay.routing import UpstreamTarget, proxy_for
+from agl_gateway.wire.http.calls import CallReply
+from agl_gateway.wire.http.upstream import CONNECT_S, KEEPALIVE_S, Pool, Response, SilentConnectError, UnreachableError
 from agl_gateway.wire.messages import MessagesTranslation
 from agl_gateway.wire.problems import Problem, problem_body
 from agl_gateway.wire.responses import ResponsesTranslation
@@ -64,12 +66,7 @@ _NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed", "unreadable_answe
 """Codes of errors without a readable answer; another server may be tried, because sampling has no side effects."""
 
 _CONNECT_TRIES = 3
-_CONNECT_S = 10.0
-_KEEPALIVE_S = 4.0
-"""Seconds for which an idle connection is kept: less than the 5 after which uvicorn, and so vLLM, closes it."""
 _CONNECT_PAUSE_S = 0.1
-_IN_PARTS = 1024 * 1024
-"""Size in bytes from which a body is sent in parts, so that the event loop serves other requests in between."""
 
 _OTHER_ENCODINGS = ("br", "compress", "x-compress", "dcb", "dcz")
 """Content encodings that the gateway does not read; any other word, such as utf-8, means an uncompressed answer."""
@@ -78,13 +75,13 @@ _NOT_FOUND = 404
 
 
 def make_session(*, timeout_s: float) -> aiohttp.ClientSession:
-    """Create a session for all upstreams, without cookies and without a limit on connections.
+    """Create a session for other gateways, and for upstreams behind a proxy, without cookies.
 
     :func:`decompressed` reads the answers of servers that compress them unasked.
     """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=_KEEPALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=timeout_s),
+        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=KEEPALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("Accept-Encoding", "User-Agent", "Accept"),
         read_bufsize=256 * 1024,
@@ -103,13 +100,17 @@ def request_headers(headers: Mapping[str, str], target: UpstreamTarget, dialect:
     return sent
 
 
-def reply_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+def reply_headers(headers: MultiMapping[str]) -> CIMultiDict[str]:
     """Return the backend's response headers without those of its connection, its site, and the gateway."""
     return CIMultiDict(
         (name, value)
         for name, value in headers.items()
         if (lower := name.lower()) not in _NOT_RELAYED and not lower.startswith(_NOT_RELAYED_GROUPS)
     )
+
+
+ModelResponse = aiohttp.ClientResponse | Response
+"""A response of a policy's server, as either client reads it."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -121,7 +122,7 @@ class Answer:
         first_byte: The time of :func:`time.perf_counter` at which the headers arrived.
     """
 
-    response: aiohttp.ClientResponse
+    response: ModelResponse
     body: bytes
     first_byte: float
 
@@ -139,6 +140,10 @@ _MAX_WARNED = 1000
 _MAX_NAME = 200
 
 _TRANSLATED: dict[Dialect, type[Translation]] = {"messages": MessagesTranslation, "responses": ResponsesTranslation}
+
+
+_UNSENT = (UnreachableError, SilentConnectError, aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+"""Errors after which a request may be sent again, because nothing was sent."""
 
 
 class NotSpokenError(Exception):
@@ -204,18 +209,22 @@ class Sender:
     """Sends requests to the servers of policies. Used in one event loop only.
 
     Attributes:
+        session: Asks the servers behind a proxy.
         max_answer: Largest answer in bytes, after decompression.
         proxies: The proxies of the environment, by scheme.
     """
 
+    pool: Pool
     session: aiohttp.ClientSession
     apis: ClientApis
     max_answer: int
     proxies: Mapping[str, str] = field(default_factory=getproxies_environment)
     _hinted: set[str] = field(default_factory=set[str], init=False)
 
-    async def ask(self, url: str, body: bytes, headers: Mapping[str, str], *, connect_tries: int = 1) -> Answer:
-        """Send a request; returns the answer.
+    async def ask(
+        self, url: str, body: bytes, headers: Mapping[str, str], *, connect_tries: int = 1, is_direct: bool = False
+    ) -> Answer:
+        """Send a request, with ``is_direct`` past any proxy; returns the answer.
 
         A stream is returned open, for the caller to close; any other answer is read to its end. A failed connection is
         retried, because nothing was sent; other failures are not.
@@ -224,14 +233,15 @@ class Sender:
             Problem: 502 if the backend cannot be reached, closes the connection, sends too much or compresses its
                 answer in an unreadable way; 504 if it is silent for too long.
         """
-        response = await self._opened(url, body, headers, connect_tries)
+        proxy = "" if is_direct else proxy_for(url, self.proxies)
+        response = await self._opened(url, body, headers, connect_tries, proxy=proxy)
         answer = Answer(response=response, body=b"", first_byte=perf_counter())
         if answer.is_stream:
             return answer
         try:
             answer.body = b"".join([part async for part in decompressed(response, limit=self.max_answer)])
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise self._problem(error, url) from error
+            raise _problem(error, url, proxy) from error
         finally:
             response.close()
         return answer
@@ -256,13 +266,12 @@ class Sender:
         load = target.replicas.load
         # A run's own policies are in its own network, at addresses that nobody lists in NO_PROXY in advance.
         is_own = target.upstream.api_key_env == POLICY_KEY_ENV
-        sender = replace(self, proxies={}) if is_own else self
         *_, last = servers
         for server in servers:
             load.in_flight[server] += 1
             try:
                 tries = _CONNECT_TRIES if server == last else 1
-                answer = await sender.ask(server + path, body, headers, connect_tries=tries)
+                answer = await self.ask(server + path, body, headers, connect_tries=tries, is_direct=is_own)
                 if not answer.is_stream:
                     self.apis.check(dialect, answer.response.status)
             except BaseException as error:
@@ -277,34 +286,19 @@ class Sender:
         raise AssertionError("unreachable: the last server answers or raises")
 
     async def _opened(
-        self, url: str, body: bytes, headers: Mapping[str, str], connect_tries: int
-    ) -> aiohttp.ClientResponse:
+        self, url: str, body: bytes, headers: Mapping[str, str], connect_tries: int, *, proxy: str
+    ) -> ModelResponse:
         for attempt in range(1, connect_tries + 1):
             try:
-                data = io.BytesIO(body) if len(body) > _IN_PARTS else body
-                proxy = proxy_for(url, self.proxies) or None
+                if not proxy:
+                    return await self.pool.post(url, body, headers)
+                data = io.BytesIO(body)  # sent in parts
                 return await self.session.post(url, data=data, headers=headers, allow_redirects=False, proxy=proxy)
-            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                is_unsent = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-                if attempt == connect_tries or not is_unsent:
-                    raise self._problem(error, url) from error
+            except (aiohttp.ClientError, UnreachableError, TimeoutError, ConnectionError) as error:
+                if attempt == connect_tries or not isinstance(error, _UNSENT):
+                    raise _problem(error, url, proxy) from error
                 await asyncio.sleep(_CONNECT_PAUSE_S * attempt)
         raise AssertionError("unreachable: the last try returns or raises")
-
-    def _problem(self, error: Exception, url: str) -> Problem:
-        """Return the HTTP error for the client that reports a failure of the backend."""
-        proxy = shown_url(proxy_for(url, self.proxies))
-        where = url.split("?", 1)[0] + (f", asked through the proxy {proxy}," if proxy else "")
-        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientHttpProxyError):
-            found = f"the proxy answers {error.status}" if isinstance(error, aiohttp.ClientHttpProxyError) else error
-            advice = f"add {urlsplit(url).hostname} to NO_PROXY if it needs none" if proxy else "and the policy's URL"
-            text = f"cannot be reached ({found}); check that it runs, {advice}"
-            return Problem(502, f"the backend at {where} {text}", code="upstream_unreachable", is_retryable=True)
-        if isinstance(error, TimeoutError):
-            text = f"was silent for too long ({type(error).__name__}); check its load, or raise the gateway's timeout"
-            return Problem(504, f"the backend at {where} {text}", code="upstream_timeout", is_retryable=True)
-        text = f"ended the connection before its answer did ({error or type(error).__name__})"
-        return Problem(502, f"the backend at {where} {text}", code="upstream_failed", is_retryable=True)
 
     def _hint_at_missing_path(self, upstream: Upstream, url: str) -> None:
         """Warn once per policy, after a 404, that an address without a path may need ``/v1``."""
@@ -319,7 +313,23 @@ class Sender:
         )
 
 
-async def decompressed(response: aiohttp.ClientResponse, *, limit: int) -> AsyncIterator[bytes]:
+def _problem(error: Exception, url: str, proxy: str) -> Problem:
+    """Return the HTTP error for the client that reports a failure of the backend."""
+    proxy = shown_url(proxy)
+    where = url.split("?", 1)[0] + (f", asked through the proxy {proxy}," if proxy else "")
+    if isinstance(error, UnreachableError | aiohttp.ClientConnectorError | aiohttp.ClientHttpProxyError):
+        found = f"the proxy answers {error.status}" if isinstance(error, aiohttp.ClientHttpProxyError) else error
+        advice = f"add {urlsplit(url).hostname} to NO_PROXY if it needs none" if proxy else "and the policy's URL"
+        text = f"cannot be reached ({found}); check that it runs, {advice}"
+        return Problem(502, f"the backend at {where} {text}", code="upstream_unreachable", is_retryable=True)
+    if isinstance(error, TimeoutError):
+        text = f"was silent for too long ({type(error).__name__}); check its load, or raise the gateway's timeout"
+        return Problem(504, f"the backend at {where} {text}", code="upstream_timeout", is_retryable=True)
+    text = f"ended the connection before its answer did ({error or type(error).__name__})"
+    return Problem(502, f"the backend at {where} {text}", code="upstream_failed", is_retryable=True)
+
+
+async def decompressed(response: ModelResponse, *, limit: int) -> AsyncIterator[bytes]:
     """Yield the decompressed bytes of an answer as they arrive.
 
     Raises:
@@ -443,8 +453,8 @@ class Pump:
         held: The bytes held back from the client.
     """
 
-    response: aiohttp.ClientResponse
-    reply: web.StreamResponse
+    response: ModelResponse
+    reply: web.StreamResponse | CallReply
     translation: StreamTranslation | None
     dialect: Dialect
     max_size: int

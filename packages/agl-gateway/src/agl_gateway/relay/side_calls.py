@@ -98,9 +98,10 @@ class SideCalls:
         """Answer an attempt's compaction request with a summary by the policy, recorded as a call of the attempt."""
         await self.relay.recorder.admit()
         outgoing = Outgoing(request=asked, endpoint=CHAT).translated(CompactionTranslation())
-        return await self.relay.relayed(
-            request, outgoing, Owner(rollout_id=claim.rollout_id, attempt_id=claim.attempt_id)
-        )
+        owner = Owner(rollout_id=claim.rollout_id, attempt_id=claim.attempt_id)
+        reply = await self.relay.relayed(request, outgoing, owner)
+        assert isinstance(reply, web.StreamResponse)  # noqa: S101  # as the request
+        return reply
 
     async def _read(self, request: web.BaseRequest, dialect: Dialect) -> Request:
         asked = Request(dialect, await self.relay.bodies.read_call(request))

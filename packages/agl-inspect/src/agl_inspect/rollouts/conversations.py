@@ -76,17 +76,30 @@ def _digests(messages: Sequence[Any]) -> Iterator[bytes]:
         yield digest
 
 
-def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the parts of a message as ``(label, text)``: reasoning, content, and tool calls with arguments."""
-    role = str(message.get("role", "message"))
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    found = [(f"{role} thinks", _plain(reasoning))] if reasoning else []
-    if message.get("content"):
-        found.append((role, _plain(message["content"])))
+class MessageParts(NamedTuple):
+    """The texts of a message; ``tools`` has the id, the name and the arguments of each tool call."""
+
+    thinking: str
+    content: str
+    tools: list[tuple[str, str, str]]
+
+
+def parts_of(message: Mapping[str, Any]) -> MessageParts:
+    """Return the parts of a message as texts; empty for parts that it lacks."""
+    reasoning, content = message.get("reasoning_content") or message.get("reasoning"), message.get("content")
+    tools: list[tuple[str, str, str]] = []
     for call in objects(message.get("tool_calls")):
         called = _object(call.get("function")) or _object(call.get("custom"))
         arguments = called.get("arguments", called.get("input", ""))
-        found.append((f"{role} calls {called.get('name', '')}", _plain(arguments)))
+        tools.append((str(call.get("id", "")), str(called.get("name", "")), _plain(arguments)))
+    return MessageParts(_plain(reasoning) if reasoning else "", _plain(content) if content else "", tools)
+
+
+def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the parts of a message as ``(label, text)``: reasoning, content, and tool calls with arguments."""
+    role, parts = str(message.get("role", "message")), parts_of(message)
+    found = [(label, text) for label, text in ((f"{role} thinks", parts.thinking), (role, parts.content)) if text]
+    found += [(f"{role} calls {name}", arguments) for _, name, arguments in parts.tools]
     return found or [(role, "(empty)")]
 
 

@@ -4,7 +4,6 @@ The store is the one that ``--store`` names, or else the only one in ``runs/``. 
 change nothing, so it reads SQLite files directly, and no other kind of store.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from functools import wraps
 from pathlib import Path
@@ -70,8 +69,9 @@ store_option = click.option(
 
 def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], Awaitable[T]]) -> T:
     """Open the store that :func:`resolve_url` finds, run ``work`` on it, close it, and return the result."""
-    found = resolve_url(url)
+    import asyncio  # here, because commands that open no store do not need it
 
+    found = resolve_url(url)
     result: list[T] = []
 
     async def use() -> None:

@@ -24,7 +24,7 @@ from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, 
 from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query
 from agl_inspect.text import short
 from agl_replay.rescoring import Rescored, make_rescorer, rewards_plan
-from agl_replay.reward_change import GroupChange, PartChange, RewardChange, Values, sum_up
+from agl_replay.reward_change import Agreement, GroupChange, PartChange, RewardChange, Values, sum_up
 from agl_run import load_config
 from agl_run.engine import score_options
 from agl_run.terminal import experiment_argument, read_experiment, store_of
@@ -200,6 +200,9 @@ def _print_change(change: RewardChange) -> None:
         echo(f"{change.lost} of them lost their reward, and {change.gained} got their first")
     for line in _group_lines(change.groups) if change.scored else ():
         echo(line)
+    for when, agreed in (("recorded", change.agreed_before), ("now", change.agreed_after)):
+        if agreed is not None:
+            echo(f"{when}: {_agreement(agreed)}")
     if change.parts:
         print_table(_COLUMNS, [row for part in change.parts[:_PARTS] for row in _part_rows(part)], whole=("when",))
     for text, count in list(change.errors.items())[:_ERRORS]:
@@ -217,6 +220,13 @@ def _group_lines(groups: GroupChange) -> list[str]:
         f"{groups.turned} rollouts change sides of their group's mean",
         f"silent groups, which teach nothing: {before} recorded, {after} now",
     ]
+
+
+def _agreement(found: Agreement) -> str:
+    return (
+        f"agreement with people on {count_of(found.rated, 'rated rollout')}: kappa {found.kappa:.2f} "
+        f"({found.low:.2f} to {found.high:.2f}); {found.praised} called good that people do not, {found.missed} missed"
+    )
 
 
 _COLUMNS = ("reward", "when", "n", "none", "mean", "spread", "least", "share", "greatest", "share")

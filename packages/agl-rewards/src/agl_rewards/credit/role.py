@@ -96,6 +96,7 @@ class RoleCredit:
                 span_id=call.span_id,
                 value=values[call.span_id],
                 baseline=keys.get(role.baseline) or f"{group}/{call.agent}/{call.turn}",
+                role=name,
             )
             for call in calls
             if not call.reject

@@ -376,6 +376,11 @@ def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collectio
         raise ConfigError(
             f"algorithm {algorithm.name!r} ({algorithm.use}) collects its own rollouts only; remove its source"
         )
+    if given := [key for key in ("tasks_per_step", "group_size") if key in algorithm.params]:
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} learns from {list(algorithm.source)} and collects nothing, so "
+            f"{' and '.join(given)} would be ignored; remove it, or remove the source"
+        )
     others = {other.name: other for other in plan.config.algorithm if other.name != algorithm.name}
     for source in algorithm.source:
         if source.startswith(PREFIX):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agl.contracts import RewardEmitter, RewardEntry
+from agl.contracts import GroupRewardEmitter, RewardEmitter, RewardEntry
 from agl.errors import AglError, ConfigError, RunError, UnknownComponentError
 from agl.schemas import Json, Rollout, Span
 from agl_run.agents.importing import import_attribute, place_of
@@ -98,7 +98,12 @@ def _instance(plan: Plan, name: str, target: Any, params: Mapping[str, Json]) ->
 
 
 def named(name: str, emitter: RewardEmitter, *, folder: Path) -> RewardEmitter:
-    """Wrap an emitter so that its errors name the reward, as in ``the reward 'judge:score' raised KeyError: 'x'``."""
+    """Wrap an emitter so that its errors name the reward, as in ``the reward 'judge:score' raised KeyError: 'x'``.
+
+    An emitter that compares rollouts is returned as it is, so that it can still be recognised.
+    """
+    if isinstance(emitter, GroupRewardEmitter):
+        return emitter
 
     async def awaited(value: Awaitable[Any]) -> Any:
         with _naming(name, folder):

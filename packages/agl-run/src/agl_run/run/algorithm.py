@@ -316,7 +316,7 @@ class DrivenAlgorithm:
             recorded=self._collecting.watched(SourceReader(driver, config, collector)),
             publish=self._publish,
             propose=self._propose,
-            kept=lambda: driver.validations.kept(config.name),
+            kept=lambda: driver.validations.kept(config.name) | running.kept(config.name),
             live=running.live.versions,
             endpoint=running.endpoint,
             current=running.live.current,

@@ -30,6 +30,7 @@ from agl_run.display.run_view import Tally
 from agl_run.parts.counterfactual import Replays, as_fork
 from agl_run.plan import Plan
 from agl_run.run.greedy import as_greedy
+from agl_run.run.group_rewards import with_group_rewards
 from agl_run.run.running_experiment import RunningExperiment
 from agl_run.run.training_episodes import (
     check_trainable,
@@ -113,7 +114,7 @@ class Collector:
         # Two readings of the same clock, so that idle slots are measured over exactly this request.
         observed, slots = Observed(), self._running.worker.slots
         offered_before, taken_before = slots.totals()
-        episodes = await self.run(rollouts, observed=observed)
+        episodes = await self.run(rollouts, observed=observed, compares=mode == "train")
         offered_after, taken_after = slots.totals()
         # Validation counts every rollout: one that failed is a zero, and dropping it would flatter
         # the policy.
@@ -296,13 +297,18 @@ class Collector:
         # 48 bits, which JSON and every store carry exactly.
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest())
 
-    async def run(self, rollouts: Sequence[Rollout], *, observed: Observed | None = None) -> list[Episode]:
+    async def run(
+        self, rollouts: Sequence[Rollout], *, observed: Observed | None = None, compares: bool = False
+    ) -> list[Episode]:
         """Enqueue rollouts, wait for all of them, and return their episodes in the given order.
 
-        If given, ``observed`` adds up the seconds, tokens and errors of the rollouts' calls.
+        If given, ``observed`` adds up the seconds, tokens and errors of the rollouts' calls. With ``compares``, the
+        rewards that compare rollouts of one task are added.
         """
         ids = [rollout.rollout_id for rollout in rollouts]
         episodes: dict[str, Episode] = {}
+        rewards = self._running.group_rewards if compares else ()
+        waiting: list[Recording] = []
         # The watch begins before the rollouts exist, so that one which ends at once is seen.
         with self._counted(ids), self._feed.watch(ids, on_change=self._count) as watched:
             # A repeated request finds rollouts that finished before; the feed has no change for
@@ -322,7 +328,12 @@ class Collector:
                         observer.rollout(self._caller, recording)
                     if observed is not None:
                         observed.add(recording)
-                    episodes[recording.rollout.rollout_id] = episode_of(recording, self._selection)
+                    if rewards:
+                        waiting.append(recording)
+                    else:
+                        episodes[recording.rollout.rollout_id] = episode_of(recording, self._selection)
+        for recording in await with_group_rewards(self._store, rewards, waiting):
+            episodes[recording.rollout.rollout_id] = episode_of(recording, self._selection)
         # In the order of the request: algorithms zip episodes with tasks.
         return [episodes[rollout_id] for rollout_id in ids]
 

@@ -7,14 +7,14 @@ unless the gate finds them worse than the first. There are only two measurements
 luckiest of many, so less evidence suffices than for a fall.
 """
 
-from pathlib import Path
 from statistics import fmean
 
 from agl.contracts import Metric, Store
-from agl.schemas import Record, Weights
+from agl.schemas import Record
 from agl_inspect.records.validations import Validation, rewards_of
 from agl_run.plan import VALIDATION
 from agl_run.run.driver import Driver
+from agl_run.run.opponents import lost_weights
 
 _ODDS = 20.0
 """The odds from which the last of only two validations counts as worse than the first."""
@@ -61,11 +61,8 @@ async def missing_files(store: Store, one: Validation) -> str:
     """Return the reason why a validation's versions cannot be made live again; ``""`` if they can."""
     for name, version in one.versions.items():
         found = await store.resource(name, version)
-        if isinstance(found.resource, Weights) and found.algorithm:
-            path = Path(found.resource.uri)
-            # Algorithms keep a bounded number of checkpoints, so an early best version may be gone.
-            if path.is_absolute() and not path.is_dir():
-                return f"the weights of {name}@{version} are no longer in {path}; raise `keep` of {found.algorithm}"
+        if path := lost_weights(found):
+            return f"the weights of {name}@{version} are no longer in {path}; raise `keep` of {found.algorithm}"
     return ""
 
 

@@ -10,7 +10,7 @@ from agl.schemas import TERMINAL_ROLLOUT, Span
 WAIT_S = 20.0
 """Longest single wait for the change feed, in seconds; every change ends the wait early."""
 
-PAUSE_S = 0.005
+PAUSE_S = 0.02
 """Seconds between two reads of the change feed, so that one read returns the changes of several rollouts."""
 
 

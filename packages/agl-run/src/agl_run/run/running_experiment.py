@@ -18,6 +18,7 @@ from agl.contracts import (
     Algorithm,
     ExperimentRecord,
     Gateway,
+    GroupRewardEmitter,
     Policy,
     RolloutQuery,
     ServedModel,
@@ -41,6 +42,8 @@ from agl_run.parts.models import policy_params
 from agl_run.parts.waiting import loading, waiting_for
 from agl_run.plan import Plan
 from agl_run.run.finish_feed import FinishFeed
+from agl_run.run.group_rewards import NamedGroupRewards
+from agl_run.run.opponents import PastPolicy
 from agl_run.runners.setup import RunContext
 from agl_run.worker.address import advertised_url, local_url
 from agl_run.worker.cluster_share import store_for_workers
@@ -61,6 +64,7 @@ class RunningExperiment:
         live: The live resources.
         feed: Wakes waiters when rollouts finish.
         policies: The running policies by name.
+        group_rewards: The rewards that compare rollouts of a group.
         worker: This process's worker; an error that ends the worker is set on its future ``failure``.
     """
 
@@ -68,6 +72,7 @@ class RunningExperiment:
     live: LiveResources
     feed: FinishFeed
     worker: Worker
+    group_rewards: NamedGroupRewards
     _ownership: Ownership
 
     def __init__(self, plan: Plan) -> None:
@@ -153,6 +158,7 @@ class RunningExperiment:
         # missed.
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
         context = self._context(upstreams)
+        self.group_rewards = [(name, one) for name, one in context.rewards if isinstance(one, GroupRewardEmitter)]
         is_adaptive = self.plan.config.runner.is_adaptive
         worker = Worker(context, make_runner(self.plan, context), is_adaptive=is_adaptive, cache=self.feed.cache)
         self.worker = await self._stack.enter_async_context(worker)
@@ -195,7 +201,10 @@ class RunningExperiment:
         return self._served[name].llm
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
-        """Store a version and make it live; its policy serves the version before this returns."""
+        """Store a version and make it live; its policy serves the version before this returns.
+
+        An opponent made of the resource's past versions moves to another one.
+        """
         # Stored before it is served: a rollout that is pinned to a version must find it after a
         # crash at any point below.
         version = await self.live.publish(version)
@@ -203,9 +212,18 @@ class RunningExperiment:
         if policy is not None:
             await self._load(version.name, policy, version)
         self.live.set(version)
+        for opponent in self._opponents(version.name):
+            await self.publish(await opponent.draw(self.store, version, seed=self.plan.config.experiment.seed))
         if self._invitation is not None:
             await self._invitation.update(self.live.versions())
         return version
+
+    def kept(self, algorithm: str) -> frozenset[int]:
+        """Return the steps of an algorithm whose files must stay, because an opponent may answer with them."""
+        return frozenset(step for one in self._opponents() for step in one.kept(algorithm))
+
+    def _opponents(self, of: str = "") -> list[PastPolicy]:
+        return [one for one in self.policies.values() if isinstance(one, PastPolicy) and of in ("", one.of)]
 
     async def go_back(self, versions: Mapping[str, str]) -> None:
         """Make earlier versions live; returns once their policies serve them."""
@@ -271,8 +289,12 @@ class RunningExperiment:
             if name in trained and self.plan.needs_token_ids() and not policy.has_token_ids:
                 raise ConfigError(no_token_ids(name, config.use))
         # All policies are built before the first one starts: a wrong parameter of the second costs
-        # no model load of the first.
-        for name, policy in self.policies.items():
+        # no model load of the first. Opponents come last, because another policy serves them.
+        for name, policy in sorted(self.policies.items(), key=lambda item: isinstance(item[1], PastPolicy)):
+            if isinstance(policy, PastPolicy):
+                if len(self._opponents(policy.of)) > 1:
+                    raise ConfigError(f'several policies have use = "past" and of = "{policy.of}"; keep one of them')
+                policy.bind(self.policies.get(policy.of), self._served.get(policy.of))
             # Pushed before the start, because a server that fails half way may have left a process.
             self._stack.push_async_callback(policy.stop)
             config = self.plan.config.policy[name]
@@ -285,6 +307,11 @@ class RunningExperiment:
             wanted = dict.fromkeys(arm[name] for arm in arms if arm.get(name, live.get(name)) != live.get(name))
             if not wanted:
                 continue
+            if self._opponents(name):
+                raise ConfigError(
+                    f'policy {name!r} serves an opponent (use = "past") besides its newest weights, and cannot serve '
+                    f"{', '.join(wanted)} as well; remove the opponent from a copy of the file, and compare with that"
+                )
             if not isinstance(policy, VersionedPolicy):
                 raise ConfigError(
                     f"policy {name!r} cannot serve several versions at once, which {', '.join(wanted)} side by side "

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import msgspec
 
-from agl.contracts import RewardEmitter
+from agl.contracts import GroupRewardEmitter, Recording, RewardEmitter
 from agl.errors import GatewayLostError, RewardError, RunError
 from agl.schemas import Reward, Rollout, Span
 from agl_run.runners.result import read_reward
@@ -31,6 +31,23 @@ async def judged(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Seq
         raise RewardError(
             text if is_named else f"the reward {name!r} failed: {text or type(error).__name__}"
         ) from error
+
+
+async def compared(name: str, emitter: GroupRewardEmitter, group: Sequence[Recording]) -> list[Reward]:
+    """Return the rewards of a group, one for each rollout, with the source ``evaluator``.
+
+    Raises:
+        RewardError: The emitter failed, or returned another number of rewards.
+    """
+    try:
+        rewards = [_named(name, reward) for reward in await emitter.compare(group)]
+    except Exception as error:  # an emitter may raise anything
+        raise RewardError(f"the reward {name!r} failed on a group: {error or type(error).__name__}") from error
+    if len(rewards) != len(group):
+        raise RewardError(
+            f"the reward {name!r} returned {len(rewards)} rewards for {len(group)} rollouts; return one each"
+        )
+    return rewards
 
 
 async def rewards_of(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:

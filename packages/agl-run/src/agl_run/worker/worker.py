@@ -69,6 +69,7 @@ class Worker:
     ) -> None:
         self._context, self._runner, self._finished, self._cache = context, runner, finished, cache
         self._is_adaptive, self._name = is_adaptive, worker_name()
+        self._lasting = runner if isinstance(runner, LastingRunner) else None
         self._running: dict[str, asyncio.Task[None]] = {}
         self.slots = Slots(context.concurrency, is_adaptive=is_adaptive)
         self._is_careful = False
@@ -262,10 +263,10 @@ class Worker:
 
     async def _release(self, claim: Claim, outcome: Outcome | None) -> None:
         """Let the runner remove what it kept for the rewards; an error is logged and changes nothing."""
-        if not isinstance(self._runner, LastingRunner):
+        if self._lasting is None:
             return
         try:
-            await self._runner.release(claim, outcome)
+            await self._lasting.release(claim, outcome)
         except Exception as error:  # noqa: BLE001  # the attempt boundary: its outcome is decided already
             self._warnings.add(claim.attempt.attempt_id, error)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from agl.errors import AglError, StoreError
@@ -68,9 +69,12 @@ class Batches(Generic[W]):
         job = _Job(work=work, future=future, loop=loop, undo=undo)
         self._put(job)
         try:
+            await asyncio.sleep(0)  # other tasks of the loop add their work to the batch
+            self._call()
             return await future
         except asyncio.CancelledError:
-            if not future.cancelled() and future.exception() is None:  # answered just before the cancellation
+            is_cancelled = future.cancel() or future.cancelled()
+            if not is_cancelled and future.exception() is None:  # answered just before the cancellation
                 self._take_back(job, future.result())
             raise
 
@@ -78,6 +82,7 @@ class Batches(Generic[W]):
         """Queue work; raises :class:`~agl.errors.StoreError` after the close."""
         future: Future[Any] = Future()
         self._put(_Job(work=work, future=future))
+        self._call()
         return future
 
     def _put(self, job: _Job[W]) -> None:
@@ -85,7 +90,11 @@ class Batches(Generic[W]):
             if self.is_closed:
                 raise closed(self._shown_url)
             self._waiting.append(job)
-            if not self._is_called:
+
+    def _call(self) -> None:
+        """Let a thread do the waiting work; does nothing if a thread is about to take it."""
+        with self._lock:
+            if self._waiting and not self._is_called:
                 self._is_called = True
                 self._executor.submit(self._work)
 
@@ -93,6 +102,7 @@ class Batches(Generic[W]):
         """Finish the queued work and end the threads. Blocks; idempotent."""
         with self._lock:
             self.is_closed = True
+        self._call()
         self._executor.shutdown(wait=True)
 
     def _work(self) -> None:
@@ -159,9 +169,25 @@ def answer_to(look: Look, reads: Reads) -> Any:
 def perform(works: Iterable[Work[Any]], tables: Tables) -> list[Any]:
     """Do operations in one transaction; a refused one is answered with its :class:`AglError`, and the others go on."""
     answers: list[Any] = []
-    for work in works:
-        try:
-            answers.append(work.do(tables))
-        except AglError as error:
-            answers.append(error)
+    for act, group in groupby(works, key=lambda work: work.act):
+        alike = list(group)
+        together = _finish_together(alike, tables) if act.__name__ == "finish" and len(alike) > 1 else None
+        answers += together or [_answer_of(work, tables) for work in alike]
     return answers
+
+
+def _answer_of(work: Work[Any], tables: Tables) -> Any:
+    try:
+        return work.do(tables)
+    except AglError as error:
+        return error
+
+
+def _finish_together(works: Sequence[Work[Any]], tables: Tables) -> list[Any] | None:
+    """Write the outcomes of several callers by one operation; ``None`` if it is refused, and has changed nothing."""
+    parts: list[Sequence[Any]] = [(*work.args, *work.kwargs.values())[0] for work in works]
+    try:
+        rollouts = iter(works[0].act(tables, [outcome for part in parts for outcome in part]))
+    except AglError:
+        return None
+    return [[next(rollouts) for _ in part] for part in parts]

@@ -1,0 +1,96 @@
+"""A policy in training meets its own past versions, which the policy's server answers with."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+import agl
+from agl.algorithms import algorithm
+from agl.contracts import RolloutQuery
+from agl.errors import ConfigError
+from agl.schemas import Weights
+from agl_run import Quiet, policy
+from agl_store_sqlite._store import SQLiteStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# peft 0.21 reads an attribute that transformers 5.23 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def duel(task: str, llm: agl.LLM, rival: agl.LLM) -> float:
+    """Let both answer; the reward is an arbitrary function of the answers."""
+    said = ""
+    for player in (llm, rival):
+        with openai.OpenAI(base_url=player.base_url, api_key=player.api_key or "none") as client:
+            answer = client.chat.completions.create(
+                model=player.model, messages=[{"role": "user", "content": task}], max_tokens=4
+            )
+        said += answer.choices[0].message.content or ""
+    return zlib.crc32(said.encode()) % 5 / 4
+
+
+@pytest.fixture
+def fit(make_loaded: Any, tmp_path: Path) -> Any:
+    """Returns a function that trains `llm` against `rival`, for some steps in all."""
+    made = make_loaded()
+    made.model.save_pretrained(tmp_path / "model")
+    made.tokenizer.save_pretrained(tmp_path / "model")
+
+    def run(*, steps: int, of: str = "llm") -> Any:
+        settings: dict[str, Any] = {"optim": {"lr": 1e-2}, "compute": {"threads": 1, "device": "cpu"}}
+        settings |= {"lora": {"rank": 2}, "tasks_per_step": 1, "group_size": 4, "saving": {"save_every": 1}}
+        return agl.Trainer(
+            name="duel",
+            algorithm=algorithm("grpo", tunes="llm", steps=steps, **settings),
+            policies={
+                "rival": policy("past", of=of, last=3),
+                "llm": policy("torch", model=str(tmp_path / "model"), threads=1),
+            },
+            store=f"sqlite:///{tmp_path}/runs.db",
+            folder=tmp_path,
+            progress=Quiet(),
+        ).fit(duel, ["one", "two"], resume=steps > 4)
+
+    return run
+
+
+async def played(url: str) -> list[tuple[str, str, dict[str, str]]]:
+    """Return the pinned versions of both players, and the versions that answered, of every rollout in order."""
+    store = SQLiteStore(url)
+    found: list[tuple[str, str, dict[str, str]]] = []
+    for rollout in await store.rollouts(RolloutQuery(mode="train")):
+        spans = await store.spans(rollout.rollout_id)
+        calls = {span.call.policy: span.call.model_version for span in spans if span.call is not None}
+        found.append((rollout.resources["llm"], rollout.resources["rival"], calls))
+    for version in await store.resources("rival"):
+        assert isinstance(version.resource, Weights)
+    await store.close()
+    return found
+
+
+def test_policy_meets_versions_of_itself_from_before_its_last_update(fit: Any, tmp_path: Path) -> None:
+    fit(steps=4)
+    result = fit(steps=7)
+    assert {"grpo": 7} == result.steps
+
+    steps = asyncio.run(played(f"sqlite:///{tmp_path}/runs.db"))[::4]
+    order = list(dict.fromkeys(own for own, _, _ in steps))
+    assert 7 == len(order)
+    for own, rival, calls in steps:
+        age = order.index(own) - order.index(rival)
+        assert 0 < age <= 3 or own == order[0] == rival
+        # A server that has loaded nothing yet calls its weights 0.
+        assert {"llm": own, "rival": rival} == calls or own == order[0]
+    assert len({rival for _, rival, _ in steps}) > 2
+
+
+def test_opponent_of_a_policy_that_serves_one_version_is_refused(fit: Any) -> None:
+    with pytest.raises(ConfigError, match=r'\[policy.rival\] of = "lmm" needs a policy that serves several versions'):
+        fit(steps=1, of="lmm")
