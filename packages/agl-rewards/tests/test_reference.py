@@ -12,7 +12,7 @@ import pytest
 
 from agl import PluginManager
 from agl.contracts import RewardEntry
-from agl_rewards import plugin
+from agl_rewards import group_judge, plugin
 from agl_rewards.judge import SCORE, TEMPLATE
 from agl_rewards.spans import EVENTS, WEIGHTS
 from agl_run import plugin as builtin
@@ -20,8 +20,12 @@ from agl_run import plugin as builtin
 TEXT = (Path(__file__).parents[3] / "docs/reference/rewards.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## `([\w-]+)`\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 ENTRIES = {entry.name: entry for entry in (*builtin.agl_rewards(), *plugin.agl_rewards())}
-STANDS_FOR = {"template": TEMPLATE, "score": SCORE}
-FILLED = {("spans", "weights"): dict(WEIGHTS), ("judge", "request"): {"temperature": 0.0}}
+STANDS_FOR = {"template": (TEMPLATE, group_judge.TEMPLATE), "score": (SCORE,)}
+FILLED = {
+    ("spans", "weights"): dict(WEIGHTS),
+    ("judge", "request"): {"temperature": 0.0},
+    ("group-judge", "request"): {"temperature": 0.0},
+}
 
 
 def rows(name: str) -> list[tuple[str, str]]:
@@ -39,7 +43,7 @@ def parameters(entry: RewardEntry) -> list[tuple[str, str]]:
 def shown(reward: str, parameter: inspect.Parameter) -> str:
     if parameter.default is parameter.empty:
         return "required"
-    if STANDS_FOR.get(parameter.name, ...) == parameter.default:
+    if parameter.default in STANDS_FOR.get(parameter.name, ()):
         return "built in"
     value = FILLED.get((reward, parameter.name), parameter.default)
     if value is None:
