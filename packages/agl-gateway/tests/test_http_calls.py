@@ -12,6 +12,7 @@ import pytest
 
 from agl.contracts import Upstream
 from agl_gateway.wire.http.calls import read_call
+from agl_gateway.wire.http.upstream import Pool
 from agl_testing.model_server import Reply
 
 from .conftest import Stage
@@ -387,3 +388,27 @@ async def test_calls_at_once_get_their_own_answers_over_connections_that_are_use
                 assert text.encode() in await sender.answer()
 
         await asyncio.gather(*(call(sender, number) for number, sender in enumerate((first, second, third))))
+
+
+async def test_connection_whose_request_was_not_sent_whole_is_not_used_again() -> None:
+    heads: list[bytes] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno")
+        while await reader.read(65_536):
+            pass
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/chat/completions"
+    pool = Pool(timeout_s=5.0)
+    for body in (b"x" * (20 << 20), b"{}"):
+        answer = await pool.post(url, body, {})
+        assert 404 == answer.status
+        while await answer.content.readany():
+            pass
+        answer.close()
+    assert 2 == len(heads)
+    pool.close()
+    server.close()

@@ -152,7 +152,8 @@ class VerlPolicy:
         same = known if known is not None and known.urls == urls else None
         key = policy_key()
         model = same.model if same else await self._there(_model_of(urls[0], key=key))
-        takes_tokens = same.takes_tokens if same else asks_tokens and await _takes_tokens(urls[0], model, key=key)
+        is_known = same is not None and same.takes_tokens
+        takes_tokens = is_known or (asks_tokens and await _takes_tokens(urls[0], model, key=key))
         backend = Backend(urls=urls, model=model, version=version, is_awaited=True, key=key, takes_tokens=takes_tokens)
         await self._there(self._attach(backend))
         return takes_tokens

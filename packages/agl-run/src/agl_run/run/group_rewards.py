@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from agl.contracts import GroupRewardEmitter, Recording, Store
 from agl.schemas import Span
 from agl.tracing import make_reward_span
+from agl_inspect.records.names import group_id_of
 from agl_run.runners.judging import compared
 
 NamedGroupRewards = Sequence[tuple[str, GroupRewardEmitter]]
@@ -28,7 +29,7 @@ async def with_group_rewards(
     groups: dict[str, list[Recording]] = {}
     for one in recordings:
         if one.rollout.status == "succeeded":
-            groups.setdefault(one.rollout.group_id or one.rollout.rollout_id, []).append(one)
+            groups.setdefault(group_id_of(one.rollout.task), []).append(one)  # a group_key may join several tasks
     wanted = [
         _rewarded(store, emitter, group, index=index, name=name)
         for index, (name, emitter) in enumerate(emitters)
@@ -36,7 +37,10 @@ async def with_group_rewards(
         if len(group) > 1
     ]
     added: dict[str, list[Span]] = {}
-    for span in [span for spans in await asyncio.gather(*wanted) for span in spans]:
+    done = await asyncio.gather(*wanted, return_exceptions=True)  # every answer that was paid for is stored
+    for error in [each for each in done if isinstance(each, BaseException)]:
+        raise error
+    for span in [span for spans in done if not isinstance(spans, BaseException) for span in spans]:
         added.setdefault(span.rollout_id, []).append(span)
     return [replace(one, spans=[*one.spans, *added.get(one.rollout.rollout_id, ())]) for one in recordings]
 

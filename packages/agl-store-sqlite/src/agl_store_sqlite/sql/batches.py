@@ -94,15 +94,19 @@ class Batches(Generic[W]):
     def _call(self) -> None:
         """Let a thread do the waiting work; does nothing if a thread is about to take it."""
         with self._lock:
-            if self._waiting and not self._is_called:
-                self._is_called = True
-                self._executor.submit(self._work)
+            if not self.is_closed:
+                self._call_thread()
+
+    def _call_thread(self) -> None:
+        if self._waiting and not self._is_called:
+            self._is_called = True
+            self._executor.submit(self._work)
 
     def close(self) -> None:
         """Finish the queued work and end the threads. Blocks; idempotent."""
         with self._lock:
             self.is_closed = True
-        self._call()
+            self._call_thread()  # the last one, which works until the queue is empty
         self._executor.shutdown(wait=True)
 
     def _work(self) -> None:

@@ -267,6 +267,10 @@ class CallConnection(asyncio.Protocol):
                 await self.send(_whole(reply))
         except ConnectionError:
             self.is_reusable = False
+        except asyncio.CancelledError:
+            if self.transport is not None:
+                self.transport.abort()
+            raise
         except Exception:  # noqa: BLE001  # isolation: one call's failure must not end the connection unanswered
             _log.exception("an error while answering a model call")
             if not self._has_sent:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import httptools
+from aiohttp import BasicAuth
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -115,13 +116,14 @@ class _Connection(asyncio.Protocol):
         self._response: Response | None = None
         self._fields: list[tuple[str, str]] = []
         self._head_size = 0
-        self._ends_by_close = self._is_kept_open = False
+        self._ends_by_close = self._is_kept_open = self._is_sent = False
         self.is_answered = False
 
     @property
     def is_usable(self) -> bool:
         """True if another request can be sent."""
-        return self._transport is not None and not self._transport.is_closing()
+        is_fresh = self._loop.time() - self._last < KEEPALIVE_S
+        return is_fresh and self._transport is not None and not self._transport.is_closing()
 
     async def ask(self, head: bytes, body: bytes) -> Response:
         """Send a request; returns the answer once its head has arrived."""
@@ -131,6 +133,7 @@ class _Connection(asyncio.Protocol):
         try:
             if len(body) <= _PART:
                 self._transport.write(head + body)
+                self._is_sent = True
             else:
                 await self._send_in_parts(head, memoryview(body))
             while self._response is None:
@@ -150,6 +153,7 @@ class _Connection(asyncio.Protocol):
             self._transport.write(body[start : start + _PART])
             self._last = self._loop.time()
             await (asyncio.sleep(0) if self._drained is None else self._drained)
+        self._is_sent = True
 
     async def wait(self) -> None:
         """Wait until something has arrived; raises the error that ended the connection."""
@@ -180,7 +184,7 @@ class _Connection(asyncio.Protocol):
         if self._response is not response or not self._is_busy:
             return
         self._is_busy = False
-        is_whole = self.is_answered and self._is_kept_open and self.is_usable
+        is_whole = self._is_sent and self.is_answered and self._is_kept_open and self.is_usable
         if not is_whole or self._transport is None or self._transport.get_write_buffer_size():
             self.abort()
         else:
@@ -316,6 +320,8 @@ class Pool:
             BrokenAnswerError: The connection ended before the answer's head.
         """
         address = URL(url)
+        if address.user and "authorization" not in CIMultiDict(headers):
+            headers = {**headers, "authorization": BasicAuth(address.user, address.password or "").encode()}
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = f"POST {address.raw_path_qs} HTTP/1.1\r\nhost: {address.host_port_subcomponent}\r\n{lines}"
         if head.count("\n") != len(headers) + 2 or head.count("\r") != len(headers) + 2:
@@ -336,6 +342,7 @@ class Pool:
         while idle:
             if (connection := idle.pop()).is_usable:
                 return connection
+            connection.abort()
         try:
             async with asyncio.timeout(CONNECT_S):
                 _, connection = await asyncio.get_running_loop().create_connection(
@@ -347,6 +354,6 @@ class Pool:
                 )
         except TimeoutError as error:
             raise SilentConnectError(f"no connection within {CONNECT_S:.0f} s") from error
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise UnreachableError(f"cannot connect to {address.host_port_subcomponent}: {error}") from error
         return connection
