@@ -31,6 +31,7 @@ class PastPolicy:
     def __init__(self, *, name: str, of: str, last: Annotated[int, Meta(ge=1)] = 5) -> None:
         self._name, self.of, self._last = name, of, last
         self._pool: list[ResourceVersion] = []
+        self._loaded: ResourceVersion | None = None
 
     def bind(self, policy: Policy | None, served: ServedModel | None) -> None:
         """Take the running policy whose versions answer; raises :class:`ConfigError` if it cannot serve several."""
@@ -50,6 +51,7 @@ class PastPolicy:
 
     async def load(self, version: ResourceVersion) -> ServedModel:
         """Serve a version besides the newest weights of the other policy, and unload the one before."""
+        self._loaded = version
         return (await self._policy.serve_versions([version]))[version.version]
 
     def resource(self) -> Resource:
@@ -70,7 +72,8 @@ class PastPolicy:
 
     def kept(self, algorithm: str) -> frozenset[int]:
         """Return the steps of an algorithm whose files must stay, because they may answer again."""
-        return frozenset(version.step for version in self._pool if version.algorithm == algorithm)
+        may_answer = [*self._pool, *([self._loaded] if self._loaded else [])]
+        return frozenset(version.step for version in may_answer if version.algorithm == algorithm)
 
 
 def lost_weights(version: ResourceVersion) -> Path | None:
