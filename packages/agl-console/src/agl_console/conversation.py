@@ -27,7 +27,7 @@ class ToolUse(msgspec.Struct, kw_only=True):
 
     Attributes:
         result: The tool's result; ``None`` if neither a later request nor a span has it.
-        sequence: The number of the tool's span; 0 if there is none.
+        sequence: The sequence number of the span that ran the tool, or 0 if no span was recorded.
     """
 
     name: str

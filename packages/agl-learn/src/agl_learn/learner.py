@@ -72,7 +72,7 @@ _LATELY = 20
 _BATCH = 200
 
 _REMEMBERED, _COMPARED = 4, 10
-"""How many times as many conversations as `memory` are looked at for a round, and when users are compared."""
+"""Multiples of `memory`: conversations from which a round chooses its tasks, and in which users are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)

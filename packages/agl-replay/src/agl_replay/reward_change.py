@@ -88,7 +88,7 @@ class Values(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Agreement(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """How far a reward agrees with people who rated the same rollouts; 0.5 and more counts as good, for both.
+    """The agreement of a reward with people who rated the same rollouts; both call a rollout good from 0.5 on.
 
     Attributes:
         rated: Number of rollouts that people rated and that have the reward.

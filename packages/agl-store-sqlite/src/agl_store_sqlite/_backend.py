@@ -29,9 +29,9 @@ from agl_store_sqlite.sql.packing import Packer
 READERS = 4
 
 SWITCH_S = 0.0005
-"""How long a thread of this process may keep the interpreter from the others.
+"""Seconds after which a busy thread of this process lets another one run; Python's default is ten times as long.
 
-Other processes wait for a transaction of this one, and its thread gives the interpreter away in every statement.
+A thread in a transaction, for whose end other processes wait, has to get the interpreter back after every statement.
 """
 
 _PAGES = ("page_count", "freelist_count", "page_size")

@@ -37,11 +37,11 @@ async def with_group_rewards(
         if len(group) > 1
     ]
     added: dict[str, list[Span]] = {}
-    done = await asyncio.gather(*wanted, return_exceptions=True)  # every answer that was paid for is stored
-    for error in [each for each in done if isinstance(each, BaseException)]:
-        raise error
-    for span in [span for spans in done if not isinstance(spans, BaseException) for span in spans]:
-        added.setdefault(span.rollout_id, []).append(span)
+    for spans in await asyncio.gather(*wanted, return_exceptions=True):  # every answer that was paid for is stored
+        if isinstance(spans, BaseException):
+            raise spans
+        for span in spans:
+            added.setdefault(span.rollout_id, []).append(span)
     return [replace(one, spans=[*one.spans, *added.get(one.rollout.rollout_id, ())]) for one in recordings]
 
 
