@@ -15,6 +15,7 @@ from agl.contracts import RolloutQuery
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_run import Quiet, policy
+from agl_run.run.opponents import PastPolicy
 from agl_store_sqlite._store import SQLiteStore
 
 if TYPE_CHECKING:
@@ -91,6 +92,12 @@ def test_policy_meets_versions_of_itself_from_before_its_last_update(fit: Any, t
     assert len({rival for _, rival, _ in steps}) > 2
 
 
-def test_opponent_of_a_policy_that_serves_one_version_is_refused(fit: Any) -> None:
-    with pytest.raises(ConfigError, match=r'\[policy.rival\] of = "lmm" needs a policy that serves several versions'):
+def test_opponent_of_an_unknown_policy_is_refused(fit: Any) -> None:
+    with pytest.raises(ConfigError, match=r"\[policy.rival\] of = 'lmm' is no policy .*did you mean 'llm'"):
         fit(steps=1, of="lmm")
+
+
+def test_opponent_of_a_policy_that_serves_one_version_is_refused() -> None:
+    opponent = PastPolicy(name="rival", of="llm")
+    with pytest.raises(ConfigError, match=r'\[policy.rival\] of = "llm" needs a policy that serves several versions'):
+        opponent.bind(None, None)

@@ -267,3 +267,19 @@ def test_work_that_takes_longer_than_a_second_is_told_on_standard_error(tmp_path
     first, last = result.stderr.splitlines()
     assert ("reading e.toml, its tasks and its agent ...", True) == (first, ": done after " in last)
     assert "reading" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"rival": "llm"}, "no problem found"),
+        ({"rival": "lmm"}, "[policy.rival] of = 'lmm' is no policy with versions of its own; did you mean 'llm'?"),
+        ({"rival": "rival"}, "[policy.rival] of = 'rival' is no policy with versions of its own; there are ['llm']"),
+        ({"rival": "llm", "other": "llm"}, "several policies have use = 'past' and of = 'llm'; keep one of them"),
+    ],
+)
+def test_opponents_are_versions_of_another_policy_with_one_each(
+    tmp_path: Path, names: dict[str, str], words: str
+) -> None:
+    opponents = [f'[policy.{name}]\nuse = "past"\nof = "{of}"\n' for name, of in names.items()]
+    assert words in check(tmp_path, LOCAL + 'api_key_env = ""\n', *opponents).output

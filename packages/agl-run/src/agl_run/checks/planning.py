@@ -24,7 +24,14 @@ from agl_run.checks.frameworks import check_frameworks
 from agl_run.config.agent import HARNESS, agent_of, tasks_of, with_runner
 from agl_run.config.dataset import Tasks, as_tasks, check_hidden
 from agl_run.config.retention import limits_of
-from agl_run.config.sections import ExperimentConfig, ExperimentSection, GatewayConfig, ResourceConfig
+from agl_run.config.sections import (
+    PAST,
+    ExperimentConfig,
+    ExperimentSection,
+    GatewayConfig,
+    PolicyConfig,
+    ResourceConfig,
+)
 from agl_run.deliver.exporting import check_different
 from agl_run.parts.rewards import check_known
 from agl_run.plan import VALIDATION, Plan, load_agent
@@ -267,6 +274,17 @@ def _check_validation(plan: Plan) -> None:
         )
 
 
+def _check_opponents(policies: Mapping[str, PolicyConfig]) -> None:
+    opponents = {name: policy.params.get("of") for name, policy in policies.items() if policy.use == PAST}
+    for name, of in opponents.items():
+        others = policies.keys() - opponents.keys()
+        if of is not None and of not in others:
+            hint = did_you_mean(str(of), others, otherwise=f"there are {sorted(others)}")
+            raise ConfigError(f"[policy.{name}] of = {of!r} is no policy with versions of its own; {hint}")
+        if list(opponents.values()).count(of) > 1:
+            raise ConfigError(f"several policies have use = {PAST!r} and of = {of!r}; keep one of them")
+
+
 def _check_components(plan: Plan) -> None:
     config, manager = plan.config, plan.manager
     runner = manager.runner(config.runner.use)
@@ -282,6 +300,7 @@ def _check_components(plan: Plan) -> None:
     for policy in config.policy.values():
         manager.policy(policy.use)
     check_rules(config.policy, trained=plan.trained_policies())
+    _check_opponents(config.policy)
     both = set(config.policy) & set(plan.resources)
     if both:
         raise ConfigError(

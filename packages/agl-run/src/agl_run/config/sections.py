@@ -66,6 +66,10 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
     params: dict[str, Json] = {}
 
 
+PAST = "past"
+"""The ``use`` of a policy that answers with versions of another one."""
+
+
 class PolicyConfig(Record, frozen=True, kw_only=True):
     """``[policy.NAME]``: a model server; keys that are not listed here are arguments of the policy.
 

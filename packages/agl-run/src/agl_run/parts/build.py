@@ -22,6 +22,7 @@ from agl.errors import ConfigError, UnknownComponentError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, PromptTemplate, Resource, ResourceVersion
 from agl_inspect.stores import located
+from agl_run.config.sections import PAST
 from agl_run.parts.counterfactual import check_replays
 from agl_run.parts.gateway import check_place
 from agl_run.parts.models import policy_params
@@ -62,7 +63,8 @@ async def check_components(plan: Plan, *, say: Callable[[str], None] | None = No
             built = manager.build(manager.policy(policy.use), name=name, **policy_params(plan, name))
         if name in trained and not built.has_token_ids:
             raise ConfigError(no_token_ids(name, policy.use))
-        check_policy_key(plan, name, built.resource())
+        if policy.use != PAST:  # it has the first weights of another policy
+            check_policy_key(plan, name, built.resource())
 
 
 async def check_algorithms(plan: Plan) -> None:

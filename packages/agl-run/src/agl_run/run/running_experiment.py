@@ -292,8 +292,6 @@ class RunningExperiment:
         # no model load of the first. Opponents come last, because another policy serves them.
         for name, policy in sorted(self.policies.items(), key=lambda item: isinstance(item[1], PastPolicy)):
             if isinstance(policy, PastPolicy):
-                if len(self._opponents(policy.of)) > 1:
-                    raise ConfigError(f'several policies have use = "past" and of = "{policy.of}"; keep one of them')
                 policy.bind(self.policies.get(policy.of), self._served.get(policy.of))
             # Pushed before the start, because a server that fails half way may have left a process.
             self._stack.push_async_callback(policy.stop)
