@@ -30,7 +30,7 @@ from agl_store_sqlite import SQLiteStore
 from worlds.customers import PROMPT, Customers, settings
 
 KILLS = 30
-CONVERSATIONS = 1000
+CONVERSATIONS = 1200
 FLAGS = os.O_APPEND | os.O_CREAT | os.O_WRONLY
 ROOT = Path(__file__).parents[3]
 RECORDS = LearningRecords("support")
@@ -44,7 +44,7 @@ NEXT: dict[str, Collection[str]] = {
 
 def liked(version: str, kind: str, number: int) -> float:
     """The new version is better than the old one at first, and harmful later."""
-    return 0.5 if version == "old" else 0.78 if number < 500 else 0.05
+    return 0.5 if version == "old" else 0.69 if number < 650 else 0.05
 
 
 class PersistentCustomers(Customers):
