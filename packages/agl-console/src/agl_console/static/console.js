@@ -88,7 +88,7 @@ function sizeOf(place) {
 
 function draw(figure, strokes) {
   const place = figure.querySelector(".plot");
-  if (!place.clientWidth) return; // inside a card that is closed
+  if (place.closest("details:not([open])")) return;
   const { series, over, marks } = JSON.parse(figure.querySelector("script").textContent);
   const { places, columns } = aligned(series);
   const options = { ...sizeOf(place), series: [{ label: over, value: (_, at) => at ?? places.at(-1) ?? "–" }], bands: [] };
@@ -136,28 +136,6 @@ function asCsv(plot) {
   return [heads(plot), ...rows].map((row) => row.map(cell).join(",")).join("\n") + "\n";
 }
 
-function asSvg(plot, title) {
-  const { width, height } = plot;
-  const escaped = (text) => String(text).replace(/[&<>"]/g, (each) => `&#${each.charCodeAt(0)};`);
-  const { left, top, width: wide, height: tall } = plot.bbox;
-  const [x0, y0, w, h] = [left, top, wide, tall].map((each) => each / devicePixelRatio);
-  const text = (x, y, words, anchor, fill) => `<text x="${x}" y="${y}" text-anchor="${anchor}" fill="${fill}">${escaped(words)}</text>`;
-  const parts = [text(x0, y0 - 2, title, "start", colour("--text"))];
-  const [over, down] = plot.axes.map((each) => each._splits ?? []);
-  for (const at of over) parts.push(text(x0 + plot.valToPos(at, "x"), y0 + h + 16, at, "middle", colour("--quiet")));
-  for (const at of down) parts.push(text(x0 - 8, y0 + plot.valToPos(at, "y") + 4, Number(at.toPrecision(4)), "end", colour("--quiet")));
-  plot.series.forEach((each, index) => {
-    if (index === 0 || !each.show || each.class === "end") return;
-    const path = (column) => plot.data[0].flatMap((at, row) => (plot.data[column][row] === null ? [] : [`${(x0 + plot.valToPos(at, "x")).toFixed(1)} ${(y0 + plot.valToPos(plot.data[column][row], "y")).toFixed(1)}`]));
-    const stroke = each.stroke();
-    if (each.ends) parts.push(`<path d="M${[...path(each.ends[1]), ...path(each.ends[0]).reverse()].join("L")}Z" fill="${stroke}" fill-opacity="0.17"/>`);
-    parts.push(`<path d="M${path(index).join("L")}" fill="none" stroke="${stroke}" stroke-width="2"/>`);
-    parts.push(text(x0 + w, y0 + 14 * index, each.label, "end", stroke));
-  });
-  const frame = `<rect width="100%" height="100%" fill="${colour("--back")}"/><path d="M${x0} ${y0}V${y0 + h}H${x0 + w}" fill="none" stroke="${colour("--line")}"/>`;
-  return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" font-family="system-ui, sans-serif" font-size="12">${frame}${parts.join("")}</svg>`;
-}
-
 function asPng(plot) {
   const canvas = document.createElement("canvas");
   [canvas.width, canvas.height] = [plot.ctx.canvas.width, plot.ctx.canvas.height];
@@ -170,7 +148,7 @@ function asPng(plot) {
 
 function addDownloads(figure, plot) {
   const name = figure.dataset.figure;
-  const makers = { CSV: async () => new Blob([asCsv(plot)]), SVG: async () => new Blob([asSvg(plot, name)]), PNG: () => asPng(plot) };
+  const makers = { CSV: async () => new Blob([asCsv(plot)]), PNG: () => asPng(plot) };
   const list = document.createElement("p");
   list.className = "downloads";
   for (const [kind, make] of Object.entries(makers)) {
@@ -183,7 +161,8 @@ function addDownloads(figure, plot) {
     });
     list.append(button);
   }
-  figure.querySelector(".plot").append(list);
+  figure.querySelector(".downloads")?.remove();
+  figure.append(list);
 }
 
 // The rollouts of the step that was clicked, of the line that is nearest; a figure of several runs leads nowhere.
