@@ -117,7 +117,8 @@ class PolicyEntry(Entry, frozen=True, kw_only=True):
 class ModalityEntry(Entry, frozen=True, kw_only=True):
     """Registers a way to read pictures; ``factory(model=...)`` builds an :class:`agl.contracts.Modality`.
 
-    ``model`` is the directory or hub name of a model.
+    ``model`` is the directory or hub name of a model. A model whose type is ``qwen2_vl`` is read by the modality of the
+    name ``qwen2-vl`` if there is one, and otherwise by ``transformers``.
     """
 
 

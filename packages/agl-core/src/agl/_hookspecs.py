@@ -120,7 +120,7 @@ class AglSpec:
 
     @hookspec
     def agl_modalities(self) -> Iterable[ModalityEntry]:  # pyright: ignore[reportReturnType]  # specification only
-        """Modalities, which turn pictures into tokens and tensors; named in ``[policy.NAME] modality = "..."``.
+        """Modalities, which turn pictures into tokens and tensors; their name is a type of models.
 
         .. code-block:: python
 

@@ -16,7 +16,6 @@ import json
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -193,8 +192,7 @@ def _processor(model: str, config: Any) -> Any:
 
 def _settings(model: str, kind: type) -> dict[str, Any]:
     """Return the processor's own settings, such as the number of tokens of a tile."""
-    path = Path(model, "processor_config.json")
-    held = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    held, _ = cast("Any", kind).get_processor_dict(model)
     known = inspect.signature(kind).parameters
     return {name: value for name, value in held.items() if name in known and isinstance(value, int)}
 

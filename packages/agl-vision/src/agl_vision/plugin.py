@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def agl_modalities() -> Iterable[ModalityEntry]:
-    """Yield the modality of all models whose processor transformers has."""
+    """Yield the modality for all models whose processor transformers has."""
     yield ModalityEntry(
         name="transformers",
         factory="agl_vision.modality:TransformersVision",
