@@ -1172,7 +1172,7 @@ async def test_rollouts_are_filtered_by_the_reason_that_leaves_a_call_out(opened
 async def test_run_that_failed_at_its_start_says_what_is_missing(opened: Open) -> None:
     async with opened() as client:
         assert "No numbers are logged yet" in await text_of(client, "/runs/refused")
-        assert "none was started yet" in await text_of(client, "/runs/refused/agents")
+        assert "no rollout was started" in await text_of(client, "/runs/refused/agents")
         system = await text_of(client, "/runs/refused/system")
     assert "No step has recorded its times yet" in system
     assert "No process takes part in this run now" in system
