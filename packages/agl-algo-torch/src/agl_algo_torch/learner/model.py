@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from agl.contracts import Modality
     from agl_objectives.settings import Lora
 
 _COMPUTED = "agl_computed_dtype"
@@ -47,6 +48,7 @@ class LoadedModel:
     """A causal LM and its tokenizer on one device; `name` is the directory or hub name from which it was loaded.
 
     `processor_files` has the settings of the picture processor, by file name; it is empty for a model of text.
+    `modality` reads pictures for the model, see `pictures.with_modality`.
     """
 
     name: str
@@ -54,6 +56,7 @@ class LoadedModel:
     tokenizer: Any
     device: torch.device
     processor_files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    modality: Modality | None = None
 
     @property
     def context_length(self) -> int:
