@@ -295,9 +295,7 @@ class PreferenceAlgorithm(Supplied, ABC):
         # A rollout may be in several examples, but its rows are built once.
         used = {rollout for example in examples for rollout in example.rollouts}
         pictures = self._tuned.pictures
-        rows = [
-            row for e in given.episodes if e.rollout.rollout_id in used for row in live_rows(e, pictures=pictures)
-        ]
+        rows = [row for e in given.episodes if e.rollout.rollout_id in used for row in live_rows(e, pictures=pictures)]
         return given, examples, rows
 
     def step_size(self, tasks: int) -> tuple[int, int]:

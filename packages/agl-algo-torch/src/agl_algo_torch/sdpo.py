@@ -217,9 +217,7 @@ class SDPO(OnPolicy):
         groups = collected.groups
 
         # 2. Write lessons: the teacher's context is (x, f, y_<t), with the lesson f in the prompt x of a call.
-        prepared = prepare(
-            groups, credit=context.credit, estimator=self._estimator.call, pictures=self._tuned.pictures
-        )
+        prepared = prepare(groups, credit=context.credit, estimator=self._estimator.call, pictures=self._tuned.pictures)
         if self._grpo_coef and (notice := self._unused.news(final=prepared.final, calls=prepared.calls)):
             context.say(notice)
         lessons = await self._teaching.lessons(groups)

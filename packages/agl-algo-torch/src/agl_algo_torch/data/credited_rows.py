@@ -116,9 +116,7 @@ def prepare(
     for episode, by_span in zip(episodes, advantages, strict=True):
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
         # A shared prefix is in every row but trains in one row only, so a row may have no trained token.
-        rows = [
-            from_row(row, advantages=by_span, temperatures=temperatures, pictures=pictures) for row in episode.rows
-        ]
+        rows = [from_row(row, advantages=by_span, temperatures=temperatures, pictures=pictures) for row in episode.rows]
         samples += [row for row in rows if row.trained_tokens]
     final = sum(call.is_advantage for calls in credits for call in calls)
     given = [{call.span_id: call.value for call in calls} for calls in credits]

@@ -253,9 +253,7 @@ def _rows(
     for row in episode.rows:
         calls = [part.span_id for part in row.segments if part.span_id in taught]
         if calls:
-            policy = from_row(
-                row, advantages=dict.fromkeys(calls, 1.0), temperatures=temperatures, pictures=pictures
-            )
+            policy = from_row(row, advantages=dict.fromkeys(calls, 1.0), temperatures=temperatures, pictures=pictures)
             teacher = tuple(taught[span_id] for span_id in calls)
             rows.append(TaughtRow(policy=policy, teacher=teacher, is_solved=is_solved))
     return rows

@@ -196,7 +196,9 @@ class MicroBatch:
         padded rows, [1, N, ...] for packed rows.
         """
         pictures = picture_inputs(
-            [sample.pictures for sample in self.samples], split_sizes(self.ids_N, self.lengths), is_packed=self.is_packed
+            [sample.pictures for sample in self.samples],
+            split_sizes(self.ids_N, self.lengths),
+            is_packed=self.is_packed,
         )
         if self.is_packed:
             inputs = packed_inputs(self.ids_N, self.lengths) | pictures

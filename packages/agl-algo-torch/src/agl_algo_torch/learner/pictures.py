@@ -46,7 +46,7 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPictures:
-    """The pictures of one row: a span and a blob for each, in the order of the row, and the modality that reads them."""
+    """The pictures of one row, a span and a blob for each, and the modality that reads them."""
 
     spans: tuple[MediaSpan, ...]
     blobs: tuple[Blob, ...]
@@ -142,8 +142,7 @@ def picture_inputs(rows: Sequence[RowPictures | None], ids: Sequence[Tensor], *,
     features = modality.features([blob for row in found for blob in row.blobs], spans)
     inputs: dict[str, Any] = {name: tensor.to(device) for name, tensor in features.items()}
     positions = [
-        modality.positions(integers(own), () if row is None else row.spans)
-        for own, row in zip(ids, rows, strict=True)
+        modality.positions(integers(own), () if row is None else row.spans) for own, row in zip(ids, rows, strict=True)
     ]
     if positions[0] is None:
         return inputs
