@@ -195,11 +195,8 @@ class MicroBatch:
         `network` takes the inputs of a Hugging Face model and returns an output for every position: [B, T, ...] for
         padded rows, [1, N, ...] for packed rows.
         """
-        pictures = picture_inputs(
-            [sample.pictures for sample in self.samples],
-            split_sizes(self.ids_N, self.lengths),
-            is_packed=self.is_packed,
-        )
+        rows, ids = [sample.pictures for sample in self.samples], split_sizes(self.ids_N, self.lengths)
+        pictures = picture_inputs(rows, ids, is_packed=self.is_packed)
         if self.is_packed:
             inputs = packed_inputs(self.ids_N, self.lengths) | pictures
             return network(**inputs)[0][self.predicts_N]  # [N, ...] -> [M, ...]

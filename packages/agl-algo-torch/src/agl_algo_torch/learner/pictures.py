@@ -12,20 +12,16 @@ stands for a picture.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from msgspec.structs import replace as changed
+from msgspec.structs import replace
 
-from agl import PluginManager
 from agl.episodes import make_rows
-from agl.errors import ConfigError, UnknownComponentError
 from agl.schemas import unpack_ids
-from agl_algo_torch.learner.model import vision_tower
-from agl_algo_torch.learner.scoring import ban
 from agl_algo_torch.learner.typed_torch import integers
 
 if TYPE_CHECKING:
@@ -35,10 +31,6 @@ if TYPE_CHECKING:
 
     from agl.contracts import Modality, Store
     from agl.schemas import Blob, Episode, MediaSpan, Transition
-    from agl_algo_torch.learner.model import LoadedModel
-
-MODALITY = "transformers"
-"""Name of the modality that reads the pictures of Hugging Face models; the distribution agl-vision has it."""
 
 _AT_ONCE = 64
 """Pictures of one request to the store."""
@@ -87,13 +79,13 @@ class Pictures:
         if not problems:
             return episode
         transitions = tuple(
-            changed(call, reject="non_token_input", detail=problems[call.span_id], branch=-1, start=-1)
+            replace(call, reject="non_token_input", detail=problems[call.span_id], branch=-1, start=-1)
             if call.span_id in problems
             else call
             for call in episode.transitions
         )
         rows = make_rows(transitions, group_id=episode.rollout.group_id)
-        return changed(episode, transitions=transitions, rows=rows)
+        return replace(episode, transitions=transitions, rows=rows)
 
     def _problem(self, call: Transition) -> str:
         """Return why a call cannot train; `""` if it can."""
@@ -152,20 +144,3 @@ def picture_inputs(rows: Sequence[RowPictures | None], ids: Sequence[Tensor], *,
         padded = torch.nn.utils.rnn.pad_sequence([each.T for each in positions], batch_first=True)  # [B, T, 3]
         joined = padded.permute(2, 0, 1)
     return inputs | {"position_ids": joined.to(device)}
-
-
-def with_modality(loaded: LoadedModel) -> LoadedModel:
-    """Return the model with the modality that reads its pictures, if it reads any and a plugin provides one.
-
-    The model then gives tokens that stand for pictures no probability, as its server does. A model whose pictures the
-    modality does not support is trained on text.
-    """
-    if vision_tower(loaded.model) is None:
-        return loaded
-    manager = PluginManager.from_environment()
-    try:
-        modality: Modality = manager.build(manager.modality(MODALITY), model=loaded.name)
-    except (UnknownComponentError, ConfigError):
-        return loaded
-    ban(loaded.model, modality.banned)
-    return replace(loaded, modality=modality)

@@ -32,7 +32,6 @@ from agl_algo_torch.learner.model import (
 )
 from agl_algo_torch.learner.optim import apply_gradients, build_optimizer
 from agl_algo_torch.learner.packing import pack, packs_rows
-from agl_algo_torch.learner.pictures import with_modality
 from agl_algo_torch.learner.scoring import bare, find_head, trunk
 from agl_algo_torch.learner.typed_torch import seed_everything
 from agl_objectives.directories import prune, step_directory
@@ -256,7 +255,7 @@ def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
         refuse_tied_adapters(model)
     elif not settings.optim.trains_vision and (tower := vision_tower(model)) is not None:
         tower.requires_grad_(requires_grad=False)
-    return with_modality(replace(loaded, model=model))
+    return replace(loaded, model=model)
 
 
 KEPT_SHARE = 0.5

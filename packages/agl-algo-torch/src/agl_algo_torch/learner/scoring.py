@@ -18,16 +18,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from agl_algo_torch.learner.model import computing, has_lora
+from agl_algo_torch.learner.model import BANNED, computing, has_lora
 from agl_algo_torch.learner.typed_torch import recomputed, split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from torch import nn
-
-_BANNED = "agl_banned_ids"
-"""Name of an attribute with the ids of tokens that stand for pictures, [K] int64; absent in models of text."""
 
 _NEVER = -1e4
 """A logit that gives probability 0 at any temperature, and no NaN in an entropy as minus infinity would."""
@@ -115,14 +112,9 @@ def apply_head(model: nn.Module, hidden_M_H: Tensor) -> Tensor:
         return without_banned(model, _head(model)(hidden_M_H))
 
 
-def ban(model: nn.Module, ids: Collection[int]) -> None:
-    """Let the policy that `model` computes never sample `ids`, which stand for pictures; its server does the same."""
-    setattr(model, _BANNED, torch.tensor(sorted(ids)))
-
-
 def without_banned(model: nn.Module, logits_M_V: Tensor) -> Tensor:
-    """Return the logits of the policy: those of the model, with probability 0 for banned ids."""
-    banned_K = getattr(model, _BANNED, None)
+    """Return the logits of the policy, which never samples tokens that stand for pictures: these get probability 0."""
+    banned_K = getattr(model, BANNED, None)
     return logits_M_V if banned_K is None else logits_M_V.index_fill(-1, banned_K.to(logits_M_V.device), _NEVER)
 
 
