@@ -1,26 +1,22 @@
 """Rows with pictures: their inputs, their log-probabilities, and the calls that are refused."""
 
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from PIL import Image
+
+from agl.schemas import Blob, digest_of
 from agl_algo_torch.learner.batch import RowSample, from_tokens, recompute_logprobs
 from agl_algo_torch.learner.model import LoadedModel, load_model
 from agl_algo_torch.learner.packing import pack, packs_rows
-from agl_algo_torch.learner.pictures import Pictures, RowPictures, expanded
-from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.pictures import expanded
 from agl_algo_torch.learner.scoring import find_head
-from agl_objectives.settings import Compute, Lora, Optim
 from agl_vision.tiny import make_tiny
-from PIL import Image
-
-from agl.schemas import Blob, Weights, digest_of
 
 FAMILIES = ("qwen2-vl", "idefics3")
 

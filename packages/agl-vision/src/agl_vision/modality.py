@@ -20,13 +20,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
-from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    PROCESSOR_MAPPING,
-    AutoConfig,
-    AutoImageProcessor,
-    AutoTokenizer,
-)
 
 from agl.errors import ConfigError
 from agl.schemas import MediaSpan
@@ -43,6 +36,9 @@ _CACHE_BYTES = 256 * 2**20
 
 _VISION = ("image", "video", "vision", "fake_image", "global_image")
 """How the names of picture tokens begin in configurations and processors, as in `vision_start_token_id`."""
+
+
+_hf = cast("Any", transformers)  # whose classes take untyped settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class TransformersVision:
     """
 
     def __init__(self, *, model: str) -> None:
-        self._config = cast("Any", AutoConfig).from_pretrained(model)
+        self._config = _hf.AutoConfig.from_pretrained(model)
         self._processor = _processor(model, self._config)
         self._placeholder = int(self._processor.image_token_id)
         self._merge = _merge(self._config)
@@ -129,15 +125,15 @@ class TransformersVision:
         """See `Modality`. The dimensions are time, height and width (Qwen2-VL, arXiv 2409.12191, section 2.1)."""
         if not self._merge:
             return None
-        positions_3_T = torch.arange(len(ids)).repeat(3, 1)
+        positions = torch.arange(len(ids)).repeat(3, 1)
         for span in spans:
             end = span.offset + span.length
             time, height, width = span.grid[0], span.grid[1] // self._merge, span.grid[2] // self._merge
-            start = int(positions_3_T[0, span.offset])
+            start = int(positions[0, span.offset])
             cells = torch.cartesian_prod(torch.arange(time), torch.arange(height), torch.arange(width))
-            positions_3_T[:, span.offset : end] = cells.T + start
-            positions_3_T[:, end:] = torch.arange(len(ids) - end) + start + max(height, width)
-        return positions_3_T
+            positions[:, span.offset : end] = cells.T + start
+            positions[:, end:] = torch.arange(len(ids) - end) + start + max(height, width)
+        return positions
 
     def _picture(self, blob: Blob) -> _Picture:
         with self._lock:
@@ -174,49 +170,51 @@ _TWINS = {"SmolVLMProcessor": "Idefics3Processor"}
 
 def _processor(model: str, config: Any) -> Any:
     """Return the family's processor, without the part for videos, which needs torchvision."""
-    if type(config) not in PROCESSOR_MAPPING:
+    if type(config) not in _hf.PROCESSOR_MAPPING:
         raise ConfigError(
             f"transformers has no processor for {model!r} ({config.model_type}), so it reads no pictures."
         )
-    name = cast("type", PROCESSOR_MAPPING[type(config)]).__name__
-    kind = getattr(transformers, _TWINS.get(name, name))
-    forward: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].forward
+    name = str(_hf.PROCESSOR_MAPPING[type(config)].__name__)
+    kind = getattr(_hf, _TWINS.get(name, name))
+    forward: Any = _hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].forward
     if "token_type_ids" in inspect.signature(forward).parameters:
         raise ConfigError(
             f"The pictures of {model!r} ({config.model_type}) attend in both directions, which is not supported. "
             "Use a model of another family, such as Qwen2-VL or SmolVLM."
         )
     reads = type(name, (kind,), {"get_attributes": classmethod(lambda _: ["image_processor", "tokenizer"])})
-    image_processor = cast("Any", AutoImageProcessor).from_pretrained(model, backend="pil")
-    tokenizer = cast("Any", AutoTokenizer).from_pretrained(model)
+    image_processor = _hf.AutoImageProcessor.from_pretrained(model, backend="pil")
+    tokenizer = _hf.AutoTokenizer.from_pretrained(model)
     return reads(image_processor=image_processor, tokenizer=tokenizer, **_settings(model, kind))
 
 
-def _settings(model: str, kind: type) -> dict[str, Any]:
+def _settings(model: str, kind: Any) -> dict[str, Any]:
     """Return the processor's own settings, such as the number of tokens of a tile."""
-    held, _ = cast("Any", kind).get_processor_dict(model)
+    held, _ = kind.get_processor_dict(model)
     known = inspect.signature(kind).parameters
     return {name: value for name, value in held.items() if name in known and isinstance(value, int)}
 
 
 def _name(processor: Any) -> str:
-    settings = {name: value for name, value in vars(processor).items() if isinstance(value, int | str)}
-    held = json.dumps([settings, processor.image_processor.to_dict()], sort_keys=True, default=str)
-    return f"{type(processor).__name__} {transformers.__version__} {hashlib.sha256(held.encode()).hexdigest()[:8]}"
+    held = cast("dict[str, Any]", vars(processor))
+    settings = {name: value for name, value in held.items() if isinstance(value, int | str)}
+    text = json.dumps([settings, processor.image_processor.to_dict()], sort_keys=True, default=str)
+    return f"{type(processor).__name__} {transformers.__version__} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _vision_ids(source: Any) -> set[int]:
-    named = {name: value for name, value in vars(source).items() if name.startswith(_VISION)}
+    held = cast("dict[str, Any]", vars(source))
+    named = {name: value for name, value in held.items() if name.startswith(_VISION)}
     return {value for name, value in named.items() if name.endswith("_token_id") and isinstance(value, int)}
 
 
 def _merge(config: Any) -> int:
     """Return how many patches a token covers in each direction, or 0 for a family with plain positions."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    rope: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return int(config.vision_config.spatial_merge_size) if "mrope_section" in rope else 0
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
+def _joined(tensors: list[Tensor]) -> Tensor:
     """Join the tensors of several pictures; those of tiles have a batch of one as their first dimension."""
     return torch.cat(tensors, dim=1 if tensors[0].ndim >= _TILED and tensors[0].shape[0] == 1 else 0)
 

@@ -30,5 +30,5 @@ def decode(data: bytes) -> Image.Image:
     except (*_BROKEN, Image.DecompressionBombWarning) as error:
         raise ValueError(f"A picture is damaged or too large: {error}. Send a whole file.") from error
     raise ValueError(
-        f"A picture has {picture.width} × {picture.height} pixels, more than the {LARGEST:,} that are read. Shrink it."
+        f"A picture has {picture.width} by {picture.height} pixels, more than the {LARGEST:,} that are read. Shrink it."
     )

@@ -7,30 +7,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    GenerationConfig,
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    Idefics3ImageProcessorPil,
-    PreTrainedTokenizerFast,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Family = Literal["qwen2-vl", "idefics3"]
+_hf = cast("Any", transformers)  # whose classes take untyped settings
 
-TURN, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+Family = Literal["qwen2-vl", "idefics3"]
+"""The families of which tiny models can be made."""
+
+_TURN, _END, _PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
 # ChatML with tools, in which any message but the assistant's may have pictures.
-TEMPLATE = """\
+_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>
@@ -78,8 +72,8 @@ def make_tiny(
 
     Args:
         folder: The directory to write.
-        family: `qwen2-vl` has three-dimensional positions, and a token for 8 × 8 pixels; pictures keep about their
-            size. `idefics3` has plain positions, and 4 tokens for a tile of 16 × 16 pixels; pictures are scaled until
+        family: `qwen2-vl` has three-dimensional positions, and a token for 8 by 8 pixels; pictures keep about their
+            size. `idefics3` has plain positions, and 4 tokens for a tile of 16 by 16 pixels; pictures are scaled until
             their longer side is `picture`, and one of more than a tile gets a tile of the whole picture besides.
         words: Texts that become one token each, such as the words of the tasks; all other texts are bytes.
         hidden: Width of the language model, a multiple of 16.
@@ -89,12 +83,12 @@ def make_tiny(
         seed: Seed of the weights.
     """
     tokenizer = _tokenizer(family, words)
-    torch.manual_seed(seed)
+    cast("Any", torch).manual_seed(seed)
     model, processor = (_qwen2_vl if family == "qwen2-vl" else _idefics3)(
         tokenizer, _text(tokenizer, hidden, layers, context), picture
     )
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model.generation_config = GenerationConfig(do_sample=True, **ends)
+    model.generation_config = _hf.GenerationConfig(do_sample=True, **ends)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -104,23 +98,23 @@ def make_tiny(
     return Path(folder)
 
 
-def _tokenizer(family: Family, words: Sequence[str]) -> PreTrainedTokenizerFast:
+def _tokenizer(family: Family, words: Sequence[str]) -> Any:
     marks, shown = _MARKS[family]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    bpe = cast("Any", Tokenizer)(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
     bpe.add_tokens([AddedToken(word, normalized=False, special=False) for word in words])
-    return PreTrainedTokenizerFast(
+    return _hf.PreTrainedTokenizerFast(
         tokenizer_object=bpe,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=[TURN, *marks],
-        chat_template=TEMPLATE.replace("PICTURE", repr(shown)),
+        eos_token=_END,
+        pad_token=_PAD,
+        additional_special_tokens=[_TURN, *marks],
+        chat_template=_TEMPLATE.replace("PICTURE", repr(shown)),
     )
 
 
-def _text(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, context: int) -> dict[str, Any]:
+def _text(tokenizer: Any, hidden: int, layers: int, context: int) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,
@@ -136,7 +130,7 @@ def _text(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, context:
     }
 
 
-def _qwen2_vl(tokenizer: PreTrainedTokenizerFast, text: dict[str, Any], picture: int) -> tuple[Any, Any]:
+def _qwen2_vl(tokenizer: Any, text: dict[str, Any], picture: int) -> tuple[Any, Any]:
     # The sections of the time, the height and the width add up to half of a head.
     half = text["hidden_size"] // text["num_attention_heads"] // 2
     side = 3 * half // 8
@@ -151,15 +145,15 @@ def _qwen2_vl(tokenizer: PreTrainedTokenizerFast, text: dict[str, Any], picture:
         "spatial_merge_size": 2,
         "temporal_patch_size": 1,
     }
-    config = Qwen2VLConfig(
+    config = _hf.Qwen2VLConfig(
         text_config={**text, "rope_parameters": rope},
         vision_config=vision,
         **{name: tokenizer.convert_tokens_to_ids(mark) for name, mark in _QWEN2_VL.items()},
         tie_word_embeddings=True,
     )
     size = {"shortest_edge": (2 * _PATCH) ** 2, "longest_edge": picture**2}
-    processor = Qwen2VLImageProcessorPil(patch_size=_PATCH, merge_size=2, temporal_patch_size=1, size=size)
-    return Qwen2VLForConditionalGeneration(config), processor
+    processor = _hf.Qwen2VLImageProcessorPil(patch_size=_PATCH, merge_size=2, temporal_patch_size=1, size=size)
+    return _hf.Qwen2VLForConditionalGeneration(config), processor
 
 
 _QWEN2_VL = {
@@ -170,7 +164,7 @@ _QWEN2_VL = {
 }
 
 
-def _idefics3(tokenizer: PreTrainedTokenizerFast, text: dict[str, Any], picture: int) -> tuple[Any, Any]:
+def _idefics3(tokenizer: Any, text: dict[str, Any], picture: int) -> tuple[Any, Any]:
     vision = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -179,13 +173,12 @@ def _idefics3(tokenizer: PreTrainedTokenizerFast, text: dict[str, Any], picture:
         "image_size": _TILE,
         "patch_size": _PATCH,
     }
-    config = Idefics3Config(
+    config = _hf.Idefics3Config(
         text_config={"model_type": "llama", **text},
         vision_config=vision,
         scale_factor=2,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=True,
     )
-    processor = Idefics3ImageProcessorPil(size={"longest_edge": picture}, max_image_size={"longest_edge": _TILE})
-    return Idefics3ForConditionalGeneration(config), processor
+    processor = _hf.Idefics3ImageProcessorPil(size={"longest_edge": picture}, max_image_size={"longest_edge": _TILE})
+    return _hf.Idefics3ForConditionalGeneration(config), processor
