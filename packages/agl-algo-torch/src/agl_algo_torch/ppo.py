@@ -269,7 +269,7 @@ class PPO(OnPolicy):
         # Rollouts that policies pi_k of earlier steps drew keep the A_t of their own step; their tokens count with
         # c_t = min(pi_theta_old / pi_k, bound).
         replayed = self._replayed(version, samples, uses=uses)
-        held = self._anchor.rows(collected.episodes, tuned=self._tuned)
+        held = self._anchor.rows(collected.episodes, policy=self._tuned.name, pictures=self._tuned.pictures)
         tokens = TokenNumbers()
         tokens.note_advantages(samples)
         metrics |= await self._train(learner, critic, valued, replayed=replayed.rows, held=held, tokens=tokens)

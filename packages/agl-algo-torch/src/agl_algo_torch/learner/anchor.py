@@ -47,13 +47,13 @@ class Anchor:
         """True if the anchor's coefficient is above 0; then the policy at the start must be kept as the reference."""
         return self._coef > 0
 
-    def rows(self, episodes: Sequence[Episode], *, tuned: TunedPolicy) -> list[RowSample]:
+    def rows(self, episodes: Sequence[Episode], *, policy: str, pictures: Pictures | None = None) -> list[RowSample]:
         """Return a row for each call that the policy answered for an untrained agent; empty if the anchor is off.
 
         Calls with pictures that are not at hand are left out.
         """
         calls = [call for episode in episodes for call in episode.transitions] if self.is_on else []
-        rows = [(call, _row(call, tuned.pictures)) for call in calls if _is_held(call, tuned.name)]
+        rows = [(call, _row(call, pictures)) for call in calls if _is_held(call, policy)]
         return [row for call, row in rows if row.pictures or not call.media]
 
     def add_gradient(
