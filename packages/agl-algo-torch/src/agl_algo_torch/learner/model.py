@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping  # noqa: TC003 - the check of a policy's parameters resolves it
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from agl import PluginManager
+from agl.contracts import Modality  # noqa: TC001 - the check of a policy's parameters resolves it
 from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_algo_torch.learner.quantized import quantize, quantized_layers
@@ -28,11 +30,10 @@ from agl_algo_torch.learner.typed_torch import modules
 from agl_objectives.directories import damage, require_safetensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterator
 
     from torch import Tensor
 
-    from agl.contracts import Modality
     from agl_objectives.settings import Lora
 
 _COMPUTED = "agl_computed_dtype"
