@@ -12,7 +12,6 @@ import pytest
 
 from agl.contracts import REDACTED
 from agl.schemas import Blob, ModelCall, Span
-from agl.stores import MemoryStore
 from agl_gateway.record import media
 from agl_gateway.service import GatewayService
 
@@ -57,7 +56,6 @@ class ListingStore(FickleStore):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[str] = []
-        self.can_save = True
 
     async def save_blobs(self, blobs: Sequence[Blob]) -> None:
         self._check()

@@ -88,7 +88,10 @@ async def hosting():
     ("path", "body"),
     [
         ("/v1/chat/completions", lambda url: said(image(url), image(url))),
-        ("/v1/responses", lambda url: {"model": "main_llm", "input": [{"role": "user", "content": [input_image(url)]}]}),
+        (
+            "/v1/responses",
+            lambda url: {"model": "main_llm", "input": [{"role": "user", "content": [input_image(url)]}]},
+        ),
         ("/v1/messages", lambda url: said({"type": "image", "source": {"type": "url", "url": url}})),
         (
             "/v1beta/models/main_llm:generateContent",

@@ -108,7 +108,9 @@ class Pictures:
         _changed(asked, lambda url: (found.setdefault(url), url)[1])
         urls = [url for url in found if self._is_listed(url)]
         if len(urls) > _MAX_URLS:
-            raise Problem(400, f"the request names {len(urls)} pictures by URL, and {_MAX_URLS} are allowed; send fewer")
+            raise Problem(
+                400, f"the request names {len(urls)} pictures by URL, and {_MAX_URLS} are allowed; send fewer"
+            )
         return urls
 
     def _is_listed(self, url: str) -> bool:

@@ -85,9 +85,7 @@ class Relay:
             self._record(record, owner, [], status=0, error=_CLIENT_LEFT, is_complete=False)
             raise
 
-    async def _asked(
-        self, request: ModelRequest, record: CallRecord, owner: Owner
-    ) -> web.StreamResponse | CallReply:
+    async def _asked(self, request: ModelRequest, record: CallRecord, owner: Owner) -> web.StreamResponse | CallReply:
         """Ask the policy, and pass its answer on."""
         outgoing, route = record.outgoing, await self._choose(record, owner)
         record.route = route
