@@ -147,15 +147,45 @@ def test_time_axis_is_that_of_the_bars(browser: Any, address: str) -> None:
 def test_figures_are_drawn_and_a_click_leads_to_the_rollouts_of_the_step(browser: Any, address: str) -> None:
     with Page(browser, width=1000) as shown:
         shown.page.goto(address + "/runs/sums")
-        small, large = shown.page.evaluate("[marks([0, 0.0001, 0.0002], 0.0001), marks([1000, 1250], 250)]")
+        small, large = shown.page.evaluate("[ticksOf([0, 0.0001, 0.0002], 0.0001), ticksOf([1000, 1250], 250)]")
         assert [["0", "0.0001", "0.0002"], ["1,000", "1,250"]] == [small, large]
-        assert ["0.0025", "0.005"] == shown.page.evaluate("marks([0.0025, 0.005], 0.0025)")
-        assert ["2.00e-7", "0"] == shown.page.evaluate("marks([2e-7, 0], 1e-7)")
-        assert ["0.0001235", "--"] == shown.page.evaluate("[value(null, 0.00012345678), value(null, null)]")
-        figures = shown.page.locator("figure canvas")
-        assert shown.page.locator("figure").count() == figures.count() > 5
+        assert ["0.0025", "0.005"] == shown.page.evaluate("ticksOf([0.0025, 0.005], 0.0025)")
+        assert ["2.00e-7", "0"] == shown.page.evaluate("ticksOf([2e-7, 0], 1e-7)")
+        assert ["0.0001235", "\N{EN DASH}"] == shown.page.evaluate("[value(null, 0.00012345678), value(null, null)]")
+        assert 1 == shown.page.locator("figure canvas").count()
+        legend = shown.page.locator("figure .u-legend").first
+        assert re.search(
+            r"step:?\s*60\s*grpo:?\s*0\.\d+ \[0\.\d+, [01]\.\d+\]\s*validation:?\s*0\.\d+", legend.inner_text()
+        )
+        for card in shown.page.locator(".card").all():
+            card.locator("summary").press("Enter")
+        assert shown.page.locator("figure").count() == shown.page.locator("figure canvas").count() > 5
         shown.page.locator("figure .u-over").first.click(position={"x": 100, "y": 50})
         shown.page.wait_for_url("**/rollouts?experiment=sums&step=*")
+        assert [] == shown.errors
+
+
+def test_chart_is_saved_as_csv_and_png(browser: Any, address: str, tmp_path: Path) -> None:
+    with Page(browser, width=1000) as shown:
+        shown.page.goto(address + "/runs/sums")
+        for kind, begins in (
+            ("CSV", b"step,grpo,grpo low,grpo high,validation\n1,"),
+            ("PNG", b"\x89PNG"),
+        ):
+            with shown.page.expect_download() as saved:
+                shown.page.get_by_role("button", name=kind, exact=True).first.click()
+            assert f"reward.{kind.lower()}" == saved.value.suggested_filename
+            assert saved.value.path().read_bytes().startswith(begins)
+        assert [] == shown.errors
+
+
+def test_pinned_run_comes_first_after_a_reload(browser: Any, address: str) -> None:
+    with Page(browser, width=1000) as shown:
+        shown.page.goto(address)
+        assert "sums-slow" not in shown.page.locator("[data-run]").first.inner_text()
+        shown.page.get_by_role("button", name="Pin sums-slow to the top").press("Enter")
+        shown.page.reload()
+        assert "sums-slow" in shown.page.locator("[data-run]").first.inner_text()
         assert [] == shown.errors
 
 
@@ -163,6 +193,8 @@ def test_exported_run_draws_its_figures_from_one_file(browser: Any, filled: Path
     run_agl("console", str(filled), "export", "sums", "--output", "run.html", folder=tmp_path)
     with Page(browser, width=1000) as shown:
         shown.page.goto((tmp_path / "run.html").as_uri())
+        for card in shown.page.locator(".card").all():
+            card.locator("summary").click()
         assert shown.page.locator("figure").count() == shown.page.locator("figure canvas").count() > 5
         assert [(tmp_path / "run.html").as_uri()] == shown.requests
         assert [] == shown.errors

@@ -227,9 +227,13 @@ async def test_learning_draws_intervals_and_pages_back_through_steps(opened: Ope
     async with opened() as client:
         first = await data_of(client, "/runs/sums")
         second = await data_of(client, f"/runs/sums?before={first['next']['before']}")
-    assert "reward" == first["figures"][0]["name"]
-    assert not {"reward_low", "reward_high"} & {figure["name"] for figure in first["figures"]}
-    line = first["figures"][0]["series"][0]
+    shown = [figure["name"] for figure in (*first["health"], *first["figures"])]
+    assert not {"reward", "reward_low", "reward_high", "clipped_low"} & set(shown)
+    assert ["kl", "entropy"] == shown[:2][::-1]
+    assert {"clipped_low": 0.01, "clipped_high": 0.02} == {
+        n: first["constants"][n] for n in ("clipped_low", "clipped_high")
+    }
+    line = first["rewards"]["series"][0]
     assert 60 == len(line["steps"]) == len(line["low"])
     assert all(low < value < high for low, value, high in zip(line["low"], line["values"], line["high"], strict=True))
     steps = [row["step"] for page in (first, second) for row in page["tables"][0]["rows"]]
@@ -794,8 +798,8 @@ async def test_numbers_are_those_of_the_newest_run_over_the_steps_of_all_algorit
     async with opened(store) as client:
         runs, learning, compared = [await data_of(client, each) for each in ("/", "/runs/calc", "/?compare=calc")]
     assert {0.1, 0.2} == {last["value"] for last in runs["runs"][0]["rewards"]}
-    for data in (learning, compared):
-        lines = {line["algorithm"]: line for line in data["figures"][0]["series"]}
+    for figure in (learning["rewards"], compared["figures"][0]):
+        lines = {line["algorithm"]: line for line in figure["series"]}
         assert ([1], [6], [0.1]) == tuple(lines["grpo"][part] for part in ("steps", "places", "values"))
         assert ([1], [1], [0.2]) == tuple(lines["older"][part] for part in ("steps", "places", "values"))
 
@@ -831,7 +835,6 @@ async def test_steps_have_an_interval_over_tasks_and_tokens_that_the_run_kept(op
     sums = runs["sums"]
     assert 15 == sums["rollouts"]
     assert 15 * 70 == sums["tokens"]
-    assert sums["seconds"] > 0
     assert sums["has_failures"]
     assert (0, 0) == (runs["refused"]["rollouts"], runs["refused"]["tokens"])
 
@@ -1085,7 +1088,8 @@ async def test_system_shows_what_the_run_cost_as_the_list_of_runs_does(opened: O
         (run,) = [run for run in (await data_of(client, "/"))["runs"] if run["name"] == "sums"]
         page = re.sub("<[^>]+>", "", await text_of(client, "/runs/sums/system"))
         unused = await text_of(client, "/runs/refused/system")
-    assert cost == {name: run[name] for name in ("rollouts", "tokens", "seconds")}
+    assert cost["seconds"] > 0
+    assert (cost["rollouts"], cost["tokens"]) == (run["rollouts"], run["tokens"])
     assert "cost so far: 15 finished rollouts, 1,050 tokens" in page
     assert "cost so far" not in unused
 
@@ -1169,6 +1173,59 @@ async def test_versions_stand_in_a_tree_that_keeps_the_newest_line_straight(open
     assert ["sums-1-grpo-3-c"] == [row["version"] for row in tried["versions"] if row["is_tried"]]
 
 
+def text_in(line: Any) -> str:
+    return "".join(part["text"] for part in line["parts"])
+
+
+async def test_changed_words_of_a_prompt_are_marked(opened: Open) -> None:
+    store = MemoryStore()
+    for number, text in enumerate(("Answer in one word.\nBe kind.", "Answer in two words.\nBe kind.")):
+        parent = f"v{number - 1}" if number else ""
+        made = PromptTemplate(template=text)
+        await store.publish([ResourceVersion(name="style", version=f"v{number}", parent=parent, resource=made)])
+    async with opened(store) as client:
+        diff = (await data_of(client, "/versions/style"))["diff"]
+        page = await text_of(client, "/versions/style")
+    changed = {line["kind"]: [part["text"] for part in line["parts"] if part["is_changed"]] for line in diff}
+    assert {"removed": ["one", "word"], "added": ["two", "words"]} == {k: changed[k] for k in ("removed", "added")}
+    assert '<span class="added">+Answer in <b>two</b> <b>words</b>.</span>' in page
+
+
+async def test_run_has_its_validation_curve_and_the_time_between_its_rewards(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="a"))
+    for algorithm, values in (("grpo", [0.5, 0.6, 0.7]), ("validate", [0.2, 0.75, 0.5])):
+        logged = rewarded("a", algorithm, values)
+        await store.log_metrics([replace(each, time=100.0 * each.step) for each in logged])
+    async with opened(store) as client:
+        (run,) = (await data_of(client, "/"))["runs"]
+        page = await text_of(client, "/")
+    assert ("validate", [0.2, 0.75, 0.5]) == (run["curve"]["algorithm"], run["curve"]["values"])
+    assert 200.0 == run["wall_s"]
+    assert "0.2 → <b>0.75</b> → 0.5" in page
+    assert "3 min 20 s" in page
+
+
+async def test_events_of_versions_are_marks_on_the_rewards(opened: Open) -> None:
+    store, text = MemoryStore(), PromptTemplate(template="Answer.")
+    logged = [replace(each, time=float(each.step)) for each in rewarded("a", "grpo", [0.1, 0.8, 0.2])]
+    await store.log_metrics(logged)
+    for step in (1, 2):
+        made = ResourceVersion(name="style", version=f"a-1-grpo-{step}", algorithm="grpo", step=step, resource=text)
+        await store.publish([made])
+    for step in (1, 2):
+        await store.move_label(LabelMove(name="style", label="live", version=f"a-1-grpo-{step}"))
+    await store.move_label(LabelMove(name="style", label="live", version="a-1-grpo-1", is_back=True))
+    await store.save_scores(
+        [VersionScore(name="style", version="a-1-grpo-2", mean=0.8, low=0, high=1, n=9, how="fresh")]
+    )
+    await store.save_state({}, experiment=ExperimentRecord(name="a", live={"style": "a-1-grpo-1"}))
+    async with opened(store) as client:
+        marks = (await data_of(client, "/runs/a"))["rewards"]["marks"]
+    assert [(2, "published"), (4, "best"), (6, "back")] == [(mark["place"], mark["kind"]) for mark in marks]
+    assert "best measured version, 0.8: style@a-1-grpo-2" == marks[1]["text"]
+
+
 async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open) -> None:
     async with opened() as client:
         newest = await data_of(client, "/versions/style")
@@ -1177,12 +1234,12 @@ async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open)
         first = await data_of(client, "/versions/style?version=first")
         long = await data_of(client, f"/versions/{LONG_NAME}")
     assert ("sums-1-grpo-2", "sums-1-grpo-1") == (newest["shown"]["version"], newest["against"])
-    assert [f"+{HOSTILE}"] == [line["text"] for line in newest["diff"] if line["kind"] == "added"]
+    assert [f"+{HOSTILE}"] == [text_in(line) for line in newest["diff"] if line["kind"] == "added"]
     assert ("sums-1-grpo-1", "first") == (chosen["shown"]["version"], chosen["against"])
-    changed = [line["text"] for line in chosen["diff"] if line["kind"] in ("added", "removed")]
+    changed = [text_in(line) for line in chosen["diff"] if line["kind"] in ("added", "removed")]
     assert ["-Be brief.", "+Be kind."] == changed
     assert ["-Be brief.", "+Be kind.", f"+{HOSTILE}"] == [
-        line["text"] for line in further["diff"] if line["kind"] in ("added", "removed")
+        text_in(line) for line in further["diff"] if line["kind"] in ("added", "removed")
     ]
     assert ("", []) == (first["against"], first["diff"])
     assert (True, []) == (long["is_too_long"], long["diff"])
@@ -1248,7 +1305,8 @@ async def test_versions_are_shown_in_pages_of_the_newest(opened: Open) -> None:
 
 async def test_empty_store_says_what_records_a_run(opened: Open) -> None:
     async with opened(MemoryStore()) as client:
-        assert "agl run experiment.toml" in await text_of(client, "/")
+        page = re.sub("<[^>]+>", "", await text_of(client, "/"))
+        assert "agl run experiment.toml" in page
         assert "agl exec" in await text_of(client, "/rollouts")
         assert "[resource.NAME]" in await text_of(client, "/versions")
 

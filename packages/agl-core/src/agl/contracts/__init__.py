@@ -46,6 +46,7 @@ from agl.contracts._serving import (
 from agl.contracts._sink import Cell, Exporter, Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
 from agl.contracts._statistics import Moments, Statistics
 from agl.contracts._store import (
+    MAX_BLOB_BYTES,
     PAGE_BYTES,
     Change,
     Count,
@@ -86,6 +87,7 @@ from agl.contracts._training import (
 __all__ = [
     "DIVERGED",
     "FORK",
+    "MAX_BLOB_BYTES",
     "PAGE_BYTES",
     "POLICY_KEY_ENV",
     "REDACTED",
