@@ -15,7 +15,7 @@ from agl_gateway.relay.bodies import ByteBudget
 from agl_gateway.relay.pictures import Pictures, is_public
 
 from .conftest import listening
-from .test_media import PICTURE, calls_of, data_url, digest, image, input_image, post, said
+from .test_media import PICTURE, calls_of, coded, digest, image, input_image, post, said
 from .test_spool import open_attempt
 
 HOST = "pictures.example.com"
@@ -104,11 +104,13 @@ async def test_model_gets_a_fetched_picture_as_a_data_url_and_the_record_its_dig
     serving, server, monkeypatch, path, body, name
 ):
     names = Names(monkeypatch)
-    async with hosting() as (host, root), serving(fetch_media=["example.com"], native_apis=["messages"]) as it:
+    async with hosting() as (host, root), serving(fetch_media=["example.com"]) as it:
         attempt_id, token = await open_attempt(it)
         for _ in range(3):
             assert 200 == await post(it, token, body(f"{root}/{name}"), path)
-        assert data_url(PICTURE, "image/png") in str(server.calls[-1].json)
+        sent = str(server.calls[-1].json)
+        assert coded(PICTURE) in sent
+        assert HOST not in sent
         calls = await calls_of(it, attempt_id)
         assert {digest(PICTURE)} == {reference for call in calls for reference in call.inputs}
         assert [PICTURE] == [blob.data for blob in await it.store.blobs([digest(PICTURE)])]
@@ -119,17 +121,6 @@ async def test_model_gets_a_fetched_picture_as_a_data_url_and_the_record_its_dig
         assert 200 == await post(it, other, body(f"{root}/{name}"), path)
         assert 2 == host.paths[f"/{name}"]
         await calls_of(it, other_id)
-
-
-async def test_native_messages_get_the_picture_in_their_own_form(serving, server, monkeypatch):
-    Names(monkeypatch)
-    part = {"type": "image", "source": {"type": "url", "url": ""}}
-    async with hosting() as (_, root), serving(fetch_media=[HOST]) as it:
-        _, token = await open_attempt(it)
-        part["source"]["url"] = f"{root}/a.png"
-        await post(it, token, said(part), "/v1/messages")
-        kinds = {call.path.rpartition("/")[2]: str(call.json["messages"]) for call in server.calls}
-        assert all("base64" in text and root not in text for text in kinds.values())
 
 
 @pytest.mark.parametrize(

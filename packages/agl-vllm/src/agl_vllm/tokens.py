@@ -48,9 +48,9 @@ class TokenCalls:
 
     Attributes:
         counts: The number of calls with a ``spliced`` prompt and, by reason, of calls whose prompt was sent as text.
-            ``first``: the prompt holds no remembered answer; ``options``: an option or a picture needs the chat endpoint;
-            ``template``: the template cannot print an answer as the model wrote it; ``changed``: an earlier part of the
-            conversation was changed; ``tokens``: the tokenizer does not reproduce the new text on its own.
+            ``first``: the prompt holds no remembered answer; ``options``: an option or a picture needs the chat
+            endpoint; ``template``: the template cannot print an answer as the model wrote it; ``changed``: an earlier
+            part of the conversation was changed; ``tokens``: the tokenizer does not reproduce the new text on its own.
     """
 
     def __init__(self, session: aiohttp.ClientSession) -> None:

@@ -34,7 +34,7 @@ _BEGINNINGS = (
 _RIFF = {b"WEBP": "image/webp", b"WAVE": "audio/wav"}
 
 
-def media_type_of(data: bytes) -> str:
+def media_type_of(data: bytes | bytearray) -> str:
     """The MIME type of a payload by its first bytes; ``application/octet-stream`` for other content, such as SVG.
 
     What a client says of its payload is not trusted, because browsers may come to show it.

@@ -18,7 +18,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 
 from agl.contracts import Store
 from agl.errors import CaptureError, StoreError
-from agl.schemas import Blob, Span
+from agl.schemas import Blob
 from agl_gateway.record.exchanges import CallRecord, spans_of
 from agl_gateway.record.media import WrittenMedia
 from agl_gateway.record.outage import FINAL, Outage
@@ -396,20 +396,18 @@ class Recorder:
             self.on_held(self._held)
 
     async def _parse(self, recorded: CallRecord) -> SpooledCall:
-        spans: Sequence[Span] = ()
-        blobs: Sequence[Blob] = ()
+        attempt_id, blobs = recorded.attempt_id, list[Blob]()
         try:
             is_large = recorded.size > _LARGE
             spans = await asyncio.to_thread(spans_of, recorded) if is_large else spans_of(recorded)
             if media := recorded.outgoing.request.stored().blobs:
                 changed, blobs = await self._media.prepared(media)
                 spans = [with_digests(span, changed) for span in spans]
-            spans = await self.redaction.of(spans)
+            return SpooledCall(attempt_id=attempt_id, spans=await self.redaction.of(spans), blobs=blobs)
         except Exception as error:  # noqa: BLE001  # isolation: one unforeseen body must not end all recording
-            _log.exception("a model call of attempt %s could not be read", recorded.attempt_id)
-            self._fail(recorded.attempt_id, repr(error), 1)
-            spans = ()
-        return SpooledCall(attempt_id=recorded.attempt_id, spans=spans, blobs=blobs)
+            _log.exception("a model call of attempt %s could not be read", attempt_id)
+            self._fail(attempt_id, repr(error), 1)
+            return SpooledCall(attempt_id=attempt_id, spans=())
 
     def _fail(self, attempt_id: str, message: str, count: int) -> None:
         self._failures[attempt_id] = message

@@ -20,7 +20,8 @@ from agl.schemas import Blob, Json, ModelCall, Outcome, Span, digest_of
 from agl.tracing import redact
 from agl_gateway.wire.problems import Problem
 
-T, U = TypeVar("T"), TypeVar("U")
+T = TypeVar("T")
+U = TypeVar("U")
 
 _FIELDS = frozenset({"id", "model", "object"})
 """Top-level fields of requests and responses that stay as they are."""

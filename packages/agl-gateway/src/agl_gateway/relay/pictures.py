@@ -8,6 +8,7 @@ request.
 
 import asyncio
 import base64
+import errno
 import ipaddress
 import re
 import socket
@@ -171,7 +172,7 @@ class _PublicResolver(AbstractResolver):
     ) -> list[ResolveResult]:
         found = await self._inner.resolve(host, port, family)
         if not all(is_public(one["host"]) for one in found):
-            raise OSError("its host has an address that is not public")
+            raise OSError(errno.EACCES, "its host has an address that is not public")
         return found
 
     async def close(self) -> None:
