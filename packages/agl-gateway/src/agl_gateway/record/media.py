@@ -6,7 +6,7 @@ has written, for less time than a store keeps a payload that no span refers to.
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from agl.contracts import MAX_BLOB_BYTES
 from agl.schemas import Blob
@@ -21,7 +21,7 @@ _WRITTEN_S = 1800.0
 
 
 class WrittenMedia:
-    """Remembers the payloads that are in the store, or in the spool on their way there. Used in one event loop only."""
+    """Remembers the payloads that are in the store. Used in one event loop only."""
 
     def __init__(self, redaction: Redaction) -> None:
         self._redaction = redaction
@@ -50,8 +50,8 @@ class WrittenMedia:
                 changed[blob.digest] = digest
         return changed, unwritten
 
-    def add(self, blobs: Sequence[Blob]) -> None:
-        """Remember payloads that were written."""
+    def add(self, blobs: Iterable[Blob]) -> None:
+        """Remember payloads that the store has taken."""
         for blob in blobs:
             self._written[blob.digest] = time.monotonic()
 

@@ -347,7 +347,6 @@ class Recorder:
                     return
                 await asyncio.sleep(_SPOOL_RETRY_S)
             else:
-                self._note_media(calls)
                 self._acknowledge(batch)
                 await self._stored([queued.attempt_id for queued, call in parsed if not call.spans])
                 return
@@ -360,12 +359,8 @@ class Recorder:
         written = [call for call in calls if call.spans]
         error = await appended(self.store, written, self.stored) if written else None
         if error is None:
-            self._note_media(calls)
+            self._media.add(blob for call in calls for blob in call.blobs)
         return error
-
-    def _note_media(self, calls: Sequence[SpooledCall]) -> None:
-        for call in calls:
-            self._media.add(call.blobs)
 
     async def _finish(self, batch: Sequence[CallRecord]) -> None:
         """Record that these exchanges are in the store or lost, and wake the callers that wait for them."""
