@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from agl import PluginManager
 from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_algo_torch.learner.quantized import quantize, quantized_layers
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from agl.contracts import Modality
     from agl_objectives.settings import Lora
 
 _COMPUTED = "agl_computed_dtype"
@@ -47,6 +49,7 @@ class LoadedModel:
     """A causal LM and its tokenizer on one device; `name` is the directory or hub name from which it was loaded.
 
     `processor_files` has the settings of the picture processor, by file name; it is empty for a model of text.
+    `modality` reads pictures; it is None for a model of text, and where no plugin reads pictures.
     """
 
     name: str
@@ -54,6 +57,7 @@ class LoadedModel:
     tokenizer: Any
     device: torch.device
     processor_files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    modality: Modality | None = None
 
     @property
     def context_length(self) -> int:
@@ -132,8 +136,21 @@ def load_model(
         setattr(model, _COMPUTED, DTYPES[dtype])
     files = _processor_files(path) if vision_tower(model) is not None else {}
     return LoadedModel(
-        name=path, model=model.to(where).eval(), tokenizer=tokenizer, device=where, processor_files=files
+        name=path,
+        model=model.to(where).eval(),
+        tokenizer=tokenizer,
+        device=where,
+        processor_files=files,
+        modality=_modality(path, model.config.model_type) if files else None,
     )
+
+
+def _modality(path: str, model_type: str) -> Modality | None:
+    """Return the modality of the model's type, else that of transformers' processors; None if neither is installed."""
+    plugins = PluginManager.from_environment()
+    entries = {entry.name: entry for entry in plugins.entries("modality")}
+    entry = entries.get(model_type.replace("_", "-")) or entries.get("transformers")
+    return plugins.build(entry, model=path) if entry else None
 
 
 def _processor_files(path: str) -> dict[str, bytes]:

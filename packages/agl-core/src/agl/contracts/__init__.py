@@ -8,6 +8,7 @@ from agl._entries import (
     ExporterEntry,
     GatewayEntry,
     Kind,
+    ModalityEntry,
     PluginStatus,
     PolicyEntry,
     RedactorEntry,
@@ -16,6 +17,7 @@ from agl._entries import (
     StoreEntry,
     TracerEntry,
 )
+from agl.contracts._modality import Modality
 from agl.contracts._replay import (
     DIVERGED,
     FORK,
@@ -124,6 +126,8 @@ __all__ = [
     "Kind",
     "LabelMove",
     "Metric",
+    "Modality",
+    "ModalityEntry",
     "Moments",
     "PluginStatus",
     "Policy",
