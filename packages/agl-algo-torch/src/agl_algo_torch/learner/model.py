@@ -41,6 +41,9 @@ _COMPUTED = "agl_computed_dtype"
 _CHECKPOINTS = "agl_checkpoints_gradients"
 """Name of an attribute that is true for a model with gradient checkpointing."""
 
+BANNED = "agl_banned_ids"
+"""Name of an attribute with the ids of tokens that stand for pictures, [K] int64; absent in models of text."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -135,13 +138,16 @@ def load_model(
     if held != DTYPES[dtype]:
         setattr(model, _COMPUTED, DTYPES[dtype])
     files = _processor_files(path) if vision_tower(model) is not None else {}
+    modality = _modality(path, model.config.model_type) if files else None
+    if modality is not None:
+        setattr(model, BANNED, torch.tensor(sorted(modality.banned)))
     return LoadedModel(
         name=path,
         model=model.to(where).eval(),
         tokenizer=tokenizer,
         device=where,
         processor_files=files,
-        modality=_modality(path, model.config.model_type) if files else None,
+        modality=modality,
     )
 
 
