@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping  # noqa: TC003 - the check of a policy's parameters resolves it
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from agl import PluginManager
+from agl.contracts import Modality  # noqa: TC001 - the check of a policy's parameters resolves it
 from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_algo_torch.learner.quantized import quantize, quantized_layers
@@ -27,7 +30,7 @@ from agl_algo_torch.learner.typed_torch import modules
 from agl_objectives.directories import damage, require_safetensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterator
 
     from torch import Tensor
 
@@ -39,6 +42,9 @@ _COMPUTED = "agl_computed_dtype"
 _CHECKPOINTS = "agl_checkpoints_gradients"
 """Name of an attribute that is true for a model with gradient checkpointing."""
 
+BANNED = "agl_banned_ids"
+"""Name of an attribute with the ids of tokens that stand for pictures, [K] int64; absent in models of text."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -47,6 +53,7 @@ class LoadedModel:
     """A causal LM and its tokenizer on one device; `name` is the directory or hub name from which it was loaded.
 
     `processor_files` has the settings of the picture processor, by file name; it is empty for a model of text.
+    `modality` reads pictures; it is None for a model of text, and where no plugin reads pictures.
     """
 
     name: str
@@ -54,6 +61,7 @@ class LoadedModel:
     tokenizer: Any
     device: torch.device
     processor_files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    modality: Modality | None = None
 
     @property
     def context_length(self) -> int:
@@ -131,9 +139,25 @@ def load_model(
     if held != DTYPES[dtype]:
         setattr(model, _COMPUTED, DTYPES[dtype])
     files = _processor_files(path) if vision_tower(model) is not None else {}
+    modality = _modality(path, model.config.model_type) if files else None
+    if modality is not None:
+        setattr(model, BANNED, torch.tensor(sorted(modality.banned)))
     return LoadedModel(
-        name=path, model=model.to(where).eval(), tokenizer=tokenizer, device=where, processor_files=files
+        name=path,
+        model=model.to(where).eval(),
+        tokenizer=tokenizer,
+        device=where,
+        processor_files=files,
+        modality=modality,
     )
+
+
+def _modality(path: str, model_type: str) -> Modality | None:
+    """Return the modality of the model's type, else that of transformers' processors; None if neither is installed."""
+    plugins = PluginManager.from_environment()
+    entries = {entry.name: entry for entry in plugins.entries("modality")}
+    entry = entries.get(model_type.replace("_", "-")) or entries.get("transformers")
+    return plugins.build(entry, model=path) if entry else None
 
 
 def _processor_files(path: str) -> dict[str, bytes]:
