@@ -8,7 +8,7 @@ derived from the payload by the processor, and are never stored.
 import hashlib
 from collections.abc import Sequence
 
-from agl.schemas._base import Record
+from agl.schemas._base import Int64, Record
 
 
 class Blob(Record, frozen=True, kw_only=True):
@@ -35,16 +35,26 @@ class MediaSpan(Record, frozen=True, kw_only=True):
         grid: Small integers with which the processor describes the picture's patches; only the processor reads them.
     """
 
-    offset: int
-    length: int
+    offset: Int64
+    length: Int64
     modality: str
     digest: str
-    grid: tuple[int, ...] = ()
+    grid: tuple[Int64, ...] = ()
 
 
 def digest_of(data: bytes) -> str:
     """The digest by which a payload is stored: ``sha256:<hex>``."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def media_fault(media: Sequence[MediaSpan], tokens: int) -> str:
+    """The reason why these spans cannot lie in a prompt of this many tokens; ``""`` if they can."""
+    end = 0
+    for span in media:
+        if span.length < 1 or span.offset < end or span.offset + span.length > tokens:
+            return f"a picture at token {span.offset} with {span.length} tokens, in a prompt of {tokens}"
+        end = span.offset + span.length
+    return ""
 
 
 def identity_ids(ids: bytes, media: Sequence[MediaSpan]) -> bytes:
