@@ -135,6 +135,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_testing.conformance",
         "agl_testing.model_server",
     ),
+    "agl-vision": ("agl_vision.tiny",),
     "agl-vllm": ("agl_vllm.client", "agl_vllm.tokens"),
 }
 """Public modules by distribution; a distribution that is not here offers plugins and nothing to import."""
