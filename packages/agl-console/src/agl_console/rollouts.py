@@ -29,8 +29,8 @@ SCANNED = 400
 """The most rollouts that are checked for one page."""
 
 _CHUNK = 200
-_PAGES_WITH_SPANS, _CHUNK_WITH_SPANS, _BYTES_WITH_SPANS = 4, 50, 2 << 20
-"""If calls must be read: the most pages of recordings, and the most rollouts and bytes in each."""
+_PAGES_WITH_SPANS, _CHUNK_WITH_SPANS, _BYTES_WITH_SPANS = 2, 50, 2 << 20
+"""If spans must be read: the most pages of recordings, and the most rollouts and bytes in each."""
 
 _MODES: tuple[Mode, ...] = ("test", "train", "val")
 """The modes of rollouts, in the order in which the rollout ids of a step sort."""

@@ -189,6 +189,9 @@ def _reward(episode: Episode, spans: Sequence[Span], options: ScoreOptions) -> l
     admitted = admitted_rewards(spans, attempt_id, options)
     lines = [f"reward {_number(episode.reward)}: {score(admitted, options=options).note}"]
     recorded = recorded_rewards(spans, attempt_id)
+    gold = [span.reward for span in recorded if span.reward is not None and span.reward.is_gold]
+    lines += [f"gold reward {_number(one.value)}: it only measures and does not train" for one in gold]
+    recorded = [span for span in recorded if span.reward not in gold]
     untrusted = sum(1 for span in recorded if span.reward is not None and span.reward.source == "agent")
     if untrusted and not options.trust_agent:
         lines.append(
