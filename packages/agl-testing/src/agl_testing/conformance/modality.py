@@ -106,7 +106,8 @@ class ModalityConformance(Conformance):
     def test_threads_get_what_one_thread_gets(self, case: ModalityCase) -> None:
         prompts = _prompts(case)
         with ThreadPoolExecutor(4) as threads:
-            found = list(threads.map(lambda prompt: case.modality.expand(*prompt), prompts * 2))
+            jobs = [threads.submit(case.modality.expand, ids, blobs) for ids, blobs in prompts * 2]
+            found = [job.result() for job in jobs]
         assert [case.modality.expand(*prompt) for prompt in prompts * 2] == found
 
 
