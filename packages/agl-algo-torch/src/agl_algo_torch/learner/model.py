@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping  # noqa: TC003 - the check of a policy's parameters resolves it
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from agl import PluginManager
+from agl.contracts import Modality  # noqa: TC001 - the check of a policy's parameters resolves it
 from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_algo_torch.learner.quantized import quantize, quantized_layers
@@ -28,11 +30,10 @@ from agl_algo_torch.learner.typed_torch import modules
 from agl_objectives.directories import damage, require_safetensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterator
 
     from torch import Tensor
 
-    from agl.contracts import Modality
     from agl_objectives.settings import Lora
 
 _COMPUTED = "agl_computed_dtype"
@@ -40,6 +41,9 @@ _COMPUTED = "agl_computed_dtype"
 
 _CHECKPOINTS = "agl_checkpoints_gradients"
 """Name of an attribute that is true for a model with gradient checkpointing."""
+
+BANNED = "agl_banned_ids"
+"""Name of an attribute with the ids of tokens that stand for pictures, [K] int64; absent in models of text."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -135,13 +139,16 @@ def load_model(
     if held != DTYPES[dtype]:
         setattr(model, _COMPUTED, DTYPES[dtype])
     files = _processor_files(path) if vision_tower(model) is not None else {}
+    modality = _modality(path, model.config.model_type) if files else None
+    if modality is not None:
+        setattr(model, BANNED, torch.tensor(sorted(modality.banned)))
     return LoadedModel(
         name=path,
         model=model.to(where).eval(),
         tokenizer=tokenizer,
         device=where,
         processor_files=files,
-        modality=_modality(path, model.config.model_type) if files else None,
+        modality=modality,
     )
 
 

@@ -35,7 +35,16 @@ from agl.contracts._replay import (
     replay_of,
     trains,
 )
-from agl.contracts._serving import POLICY_KEY_ENV, REDACTED, Gateway, Policy, Redactor, ServedModel, VersionedPolicy
+from agl.contracts._serving import (
+    POLICY_KEY_ENV,
+    REDACTED,
+    BlobRedactor,
+    Gateway,
+    Policy,
+    Redactor,
+    ServedModel,
+    VersionedPolicy,
+)
 from agl.contracts._sink import Cell, Exporter, Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
 from agl.contracts._statistics import Moments, Statistics
 from agl.contracts._store import (
@@ -91,6 +100,7 @@ __all__ = [
     "AlgorithmContext",
     "AlgorithmEntry",
     "AnyPlan",
+    "BlobRedactor",
     "CallUse",
     "CannedAnswer",
     "Cell",

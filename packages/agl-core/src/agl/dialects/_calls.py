@@ -12,7 +12,7 @@ from agl.dialects import _messages as messages
 from agl.dialects import _responses as responses
 from agl.dialects._exchange import Answer, Choice, Exchange
 from agl.dialects._foreign import as_dict
-from agl.dialects._request import sampling_of, stored
+from agl.dialects._request import sampling_of
 from agl.schemas import Dialect, Json, MediaSpan, ModelCall, pack_floats, pack_ids
 from agl.schemas._media import media_fault
 
@@ -103,7 +103,7 @@ def _http_error(exchange: Exchange) -> str:
 def _base(exchange: Exchange, answer: Answer) -> ModelCall:
     """A call with the fields that all choices of an exchange share."""
     dialect, given = exchange.request.dialect, exchange.request.to_dict() or {}
-    request, inputs = stored(exchange.request)
+    request, inputs, _ = exchange.request.stored()
     # A bool, which is an int in Python, and any other value count as 1; backends refuse them.
     asked = given.get("n")
     return ModelCall(
