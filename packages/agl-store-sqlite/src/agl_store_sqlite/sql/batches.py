@@ -175,7 +175,7 @@ def perform(works: Iterable[Work[Any]], tables: Tables) -> list[Any]:
     answers: list[Any] = []
     for act, group in groupby(works, key=lambda work: work.act):
         alike = list(group)
-        together = _finish_together(alike, tables) if act.__name__ == "finish" and len(alike) > 1 else None
+        together = _do_together(alike, tables) if act.__name__ in _JOINED and len(alike) > 1 else None
         answers += together or [_answer_of(work, tables) for work in alike]
     return answers
 
@@ -187,11 +187,16 @@ def _answer_of(work: Work[Any], tables: Tables) -> Any:
         return error
 
 
-def _finish_together(works: Sequence[Work[Any]], tables: Tables) -> list[Any] | None:
-    """Write the outcomes of several callers by one operation; ``None`` if it is refused, and has changed nothing."""
+_JOINED = ("finish", "append_spans")
+"""Operations on lists; what several callers send can be written by one of them."""
+
+
+def _do_together(works: Sequence[Work[Any]], tables: Tables) -> list[Any] | None:
+    """Write the lists of several callers by one operation; ``None`` if it is refused, and has changed nothing."""
     parts: list[Sequence[Any]] = [(*work.args, *work.kwargs.values())[0] for work in works]
     try:
-        rollouts = iter(works[0].act(tables, [outcome for part in parts for outcome in part]))
+        answers: Sequence[Any] | None = works[0].act(tables, [each for part in parts for each in part])
     except AglError:
         return None
-    return [[next(rollouts) for _ in part] for part in parts]
+    left = iter(answers or ())
+    return [answers and [next(left) for _ in part] for part in parts]
