@@ -18,6 +18,7 @@ from agl.schemas._resource import (
     write_probe,
 )
 from agl.schemas._rollout import (
+    MAX_ATTEMPTS,
     TERMINAL_ROLLOUT,
     Attempt,
     AttemptStatus,
@@ -37,6 +38,7 @@ from agl.schemas._usage import Usage
 
 __all__ = [
     "LLM",
+    "MAX_ATTEMPTS",
     "PROBE_FILE",
     "SCHEMA_VERSION",
     "TERMINAL_ROLLOUT",
