@@ -472,14 +472,13 @@ def gateway(session: nox.Session) -> None:
 
 @nox.session
 def torch(session: nox.Session) -> None:
-    """Losses and estimators, the torch algorithms and the embedded policy server: tests and types."""
+    """Losses and estimators, the torch algorithms, the embedded policy server and pictures: tests and types."""
     graph = ("langgraph", "langchain-openai", "hatchling>=1.27")  # of a template, and of the tutorial's plugin
-    needs = [*ours(*LIGHT, "agl-algo-torch[lora]", "agl-langchain"), *TEST_TOOLS, TORCH, *CLIENTS, *graph]
+    needs = [*ours(*LIGHT, "agl-algo-torch[lora]", "agl-vision", "agl-langchain"), *TEST_TOOLS, TORCH, *CLIENTS, *graph]
     tools = environment(session, needs)
-    pytest(
-        session, tools, "packages/agl-objectives/tests", "packages/agl-algo-torch/tests", "examples/tests", processes=2
-    )
-    check_types(session, tools, "packages/agl-objectives/src", "packages/agl-algo-torch/src")
+    packages = ("packages/agl-objectives", "packages/agl-algo-torch", "packages/agl-vision")
+    pytest(session, tools, *(f"{name}/tests" for name in packages), "examples/tests", processes=2)
+    check_types(session, tools, *(f"{name}/src" for name in packages))
 
 
 @nox.session

@@ -14,7 +14,7 @@ from tools.release import needs_of, projects
 TARGET = ROOT / "docs/explanation/architecture.svg"
 CONTRACTS = (
     *("tracer", "reward", "store", "algorithm", "credit", "runner", "policy"),
-    *("gateway", "redactor", "exporter", "command"),
+    *("modality", "gateway", "redactor", "exporter", "command"),
 )
 
 _WIDTH, _LEFT, _RIGHT, _BOX, _HIGH, _STEP, _TOP = 760, 120, 580, 150, 28, 40, 60

@@ -56,6 +56,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.keys",
         "agl_inspect.learning",
         "agl_inspect.ownership",
+        "agl_inspect.records.gold",
         "agl_inspect.records.labels",
         "agl_inspect.records.learning",
         "agl_inspect.records.metrics",
@@ -134,6 +135,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_testing.conformance",
         "agl_testing.model_server",
     ),
+    "agl-vision": ("agl_vision.tiny",),
     "agl-vllm": ("agl_vllm.client", "agl_vllm.tokens"),
 }
 """Public modules by distribution; a distribution that is not here offers plugins and nothing to import."""

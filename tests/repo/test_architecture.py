@@ -41,7 +41,7 @@ def test_dashed_arrows_are_the_packages_that_packages_need():
 
 
 def test_every_provider_hook_has_a_contract_in_the_drawing():
-    plural = {"policy": "policies", "command": "commands"}
+    plural = {"policy": "policies", "modality": "modalities"}
     hooks = re.findall(r"^### `agl_(\w+)\(\) ->", (ROOT / "docs/reference/hooks.md").read_text(), re.MULTILINE)
     assert hooks == [plural.get(kind, f"{kind}s") for kind in CONTRACTS]
     assert list(CONTRACTS) == texts("contract")

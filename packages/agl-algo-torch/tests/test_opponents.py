@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+from msgspec.structs import replace
 
 import agl
 from agl.algorithms import algorithm
-from agl.contracts import RolloutQuery
+from agl.contracts import RolloutQuery, VersionScore
 from agl.errors import ConfigError
-from agl.schemas import Weights
+from agl.schemas import ResourceVersion, Weights
+from agl.stores import MemoryStore
+from agl_inspect.records.state import last_versions, load_experiment, load_last_versions, save_progress
 from agl_run import Quiet, policy
 from agl_run.run.opponents import PastPolicy
 from agl_store_sqlite._store import SQLiteStore
@@ -51,7 +54,7 @@ def fit(make_loaded: Any, tmp_path: Path) -> Any:
             name="duel",
             algorithm=algorithm("grpo", tunes="llm", steps=steps, **settings),
             policies={
-                "rival": policy("past", of=of, last=3),
+                "rival": policy("past", of=of, versions="last:3"),
                 "llm": policy("torch", model=str(tmp_path / "model"), threads=1),
             },
             store=f"sqlite:///{tmp_path}/runs.db",
@@ -90,6 +93,57 @@ def test_policy_meets_versions_of_itself_from_before_its_last_update(fit: Any, t
         # A server that has loaded nothing yet calls its weights 0.
         assert {"llm": own, "rival": rival} == calls or own == order[0]
     assert len({rival for _, rival, _ in steps}) > 2
+
+
+def test_opponent_is_drawn_from_the_best_validated_versions_before_the_live_one() -> None:
+    async def pools() -> list[list[str]]:
+        store = MemoryStore()
+        names = ["v0", "v1", "v2", "v3", "v4"]
+        chain = [
+            ResourceVersion(name="llm", version=name, parent=parent, resource=agl.LLM(), created_at=0.0)
+            for name, parent in zip(names, ["", *names], strict=False)
+        ]
+        await store.publish(chain)
+        scores = {"v0": 0.1, "v1": 0.7, "v2": 0.5, "v4": 0.9}
+        found: list[list[str]] = []
+        for known in ({}, scores):
+            await store.save_scores(
+                [
+                    VersionScore(name="llm", version=name, mean=mean, low=0.0, high=1.0, n=9, how="validation")
+                    for name, mean in known.items()
+                ]
+            )
+            for newest in (chain[4], chain[2]):
+                drawn = {
+                    (await PastPolicy(name="rival", of="llm", versions="best:2").draw(store, newest, seed=seed)).version
+                    for seed in range(20)
+                }
+                found.append(sorted(drawn))
+        return found
+
+    assert [["v2", "v3"], ["v0", "v1"], ["v1", "v2"], ["v0", "v1"]] == asyncio.run(pools())
+
+
+def test_resumed_run_meets_the_opponent_that_follows_from_its_policy(fit: Any, tmp_path: Path) -> None:
+    fit(steps=4)
+
+    async def forget() -> str:
+        """Save another opponent as the live one, as a kill between the two publications can; return the right one."""
+        store = SQLiteStore(f"sqlite:///{tmp_path}/runs.db")
+        record = await load_experiment(store, "duel")
+        assert record is not None
+        right = record.live["rival"]
+        wrong = next(one.version for one in await store.resources("rival") if one.version != right)
+        stale = {**await load_last_versions(store, record), "rival": wrong}
+        others = last_versions("duel", record.run).states({"": stale})
+        await save_progress(store, replace(record, live=stale), others=others)
+        await store.close()
+        return right
+
+    right = asyncio.run(forget())
+    fit(steps=5)
+
+    assert right == asyncio.run(played(f"sqlite:///{tmp_path}/runs.db"))[-1][1]
 
 
 def test_opponent_of_an_unknown_policy_is_refused(fit: Any) -> None:

@@ -16,7 +16,7 @@ from agl_store_sqlite._store import SQLiteStore
 from agl_testing.commands import run_agl
 
 from .conftest import run_apart
-from .records import HOSTILE, LONG_NAME, rollout_name
+from .records import HOSTILE, LONG_NAME, record, rollout_name
 from .test_views import VIEWS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -49,10 +49,11 @@ def address(filled: Path) -> Iterator[str]:
 
 @pytest.fixture
 def acting(tmp_path: Path) -> Iterator[str]:
-    """Start ``agl console --actions`` over a store with one queued rollout, and yield the address."""
+    """Start ``agl console --actions`` over a store with a finished and a queued rollout, and yield the address."""
 
     async def add() -> None:
         store = SQLiteStore(f"sqlite:///{tmp_path / 'runs.db'}")
+        await record(store, "done", experiment=LONG_NAME)
         await store.enqueue([Rollout(rollout_id="waits", task=HOSTILE, experiment=LONG_NAME)])
         await store.close()
 
@@ -147,15 +148,45 @@ def test_time_axis_is_that_of_the_bars(browser: Any, address: str) -> None:
 def test_figures_are_drawn_and_a_click_leads_to_the_rollouts_of_the_step(browser: Any, address: str) -> None:
     with Page(browser, width=1000) as shown:
         shown.page.goto(address + "/runs/sums")
-        small, large = shown.page.evaluate("[marks([0, 0.0001, 0.0002], 0.0001), marks([1000, 1250], 250)]")
+        small, large = shown.page.evaluate("[ticksOf([0, 0.0001, 0.0002], 0.0001), ticksOf([1000, 1250], 250)]")
         assert [["0", "0.0001", "0.0002"], ["1,000", "1,250"]] == [small, large]
-        assert ["0.0025", "0.005"] == shown.page.evaluate("marks([0.0025, 0.005], 0.0025)")
-        assert ["2.00e-7", "0"] == shown.page.evaluate("marks([2e-7, 0], 1e-7)")
-        assert ["0.0001235", "--"] == shown.page.evaluate("[value(null, 0.00012345678), value(null, null)]")
-        figures = shown.page.locator("figure canvas")
-        assert shown.page.locator("figure").count() == figures.count() > 5
+        assert ["0.0025", "0.005"] == shown.page.evaluate("ticksOf([0.0025, 0.005], 0.0025)")
+        assert ["2.00e-7", "0"] == shown.page.evaluate("ticksOf([2e-7, 0], 1e-7)")
+        assert ["0.0001235", "\N{EN DASH}"] == shown.page.evaluate("[value(null, 0.00012345678), value(null, null)]")
+        assert 1 == shown.page.locator("figure canvas").count()
+        legend = shown.page.locator("figure .u-legend").first
+        assert re.search(
+            r"step:?\s*60\s*grpo:?\s*0\.\d+ \[0\.\d+, [01]\.\d+\]\s*validation:?\s*0\.\d+", legend.inner_text()
+        )
+        for card in shown.page.locator(".card").all():
+            card.locator("summary").press("Enter")
+        assert shown.page.locator("figure").count() == shown.page.locator("figure canvas").count() > 5
         shown.page.locator("figure .u-over").first.click(position={"x": 100, "y": 50})
         shown.page.wait_for_url("**/rollouts?experiment=sums&step=*")
+        assert [] == shown.errors
+
+
+def test_chart_is_saved_as_csv_and_png(browser: Any, address: str, tmp_path: Path) -> None:
+    with Page(browser, width=1000) as shown:
+        shown.page.goto(address + "/runs/sums")
+        for kind, begins in (
+            ("CSV", b"step,grpo,grpo low,grpo high,validation\n1,"),
+            ("PNG", b"\x89PNG"),
+        ):
+            with shown.page.expect_download() as saved:
+                shown.page.get_by_role("button", name=kind, exact=True).first.click()
+            assert f"reward.{kind.lower()}" == saved.value.suggested_filename
+            assert saved.value.path().read_bytes().startswith(begins)
+        assert [] == shown.errors
+
+
+def test_pinned_run_comes_first_after_a_reload(browser: Any, address: str) -> None:
+    with Page(browser, width=1000) as shown:
+        shown.page.goto(address)
+        assert "sums-slow" not in shown.page.locator("[data-run]").first.inner_text()
+        shown.page.get_by_role("button", name="Pin sums-slow to the top").press("Enter")
+        shown.page.reload()
+        assert "sums-slow" in shown.page.locator("[data-run]").first.inner_text()
         assert [] == shown.errors
 
 
@@ -163,6 +194,8 @@ def test_exported_run_draws_its_figures_from_one_file(browser: Any, filled: Path
     run_agl("console", str(filled), "export", "sums", "--output", "run.html", folder=tmp_path)
     with Page(browser, width=1000) as shown:
         shown.page.goto((tmp_path / "run.html").as_uri())
+        for card in shown.page.locator(".card").all():
+            card.locator("summary").click()
         assert shown.page.locator("figure").count() == shown.page.locator("figure canvas").count() > 5
         assert [(tmp_path / "run.html").as_uri()] == shown.requests
         assert [] == shown.errors
@@ -177,29 +210,13 @@ def test_tables_and_tokens_work_without_scripts(browser: Any, address: str) -> N
         shown.page.goto(address + "/rollouts")
         shown.page.get_by_label("Status").select_option("failed")
         shown.page.get_by_role("button", name="Filter").click()
-        shown.page.get_by_role("link", name="sums-1-grpo-failed").click()
+        shown.page.get_by_role("link", name="sums-1-grpo-failed", exact=True).click()
         assert "KeyError" in shown.page.inner_text("main")
         shown.page.goto(f"{address}/rollouts/{FIRST}/tokens")
         before = shown.page.locator(".cells .m").first.evaluate("cell => getComputedStyle(cell).backgroundColor")
         shown.page.get_by_label("what can train").check()
         after = shown.page.locator(".cells .m").first.evaluate("cell => getComputedStyle(cell).backgroundColor")
         assert before != after
-
-
-def test_bar_of_a_rollouts_reward_leads_to_the_rollouts_like_it_without_scripts(browser: Any, address: str) -> None:
-    with Page(browser, width=360, scripts=False) as shown:
-        shown.page.goto(f"{address}/rollouts/{rollout_name(11)}")
-        deciding = shown.page.locator(".rewards tr.chosen")
-        assert "the rollout's reward" in deciding.inner_text()
-        assert "form 1" in deciding.inner_text()
-        shown.page.get_by_text("How these rewards compare").click()
-        place = shown.page.locator(".place").first
-        assert "the reward that trains" in place.inner_text()
-        assert "this rollout" in (place.locator(".here").inner_text())
-        place.locator(".here a").click()
-        assert rollout_name(11) in shown.page.locator("main table").inner_text()
-        assert rollout_name(0) not in shown.page.locator("main table").inner_text()
-        assert shown.page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
 def test_keyboard_alone_follows_rollouts_and_spans_and_reads_tokens(browser: Any, address: str) -> None:
@@ -276,7 +293,7 @@ def test_page_that_is_opened_in_the_background_takes_no_connection_until_it_is_s
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_keyboard_alone_signs_in_and_cancels_a_rollout(browser: Any, acting: str, tmp_path: Path, scheme: str) -> None:
+def test_keyboard_alone_signs_in_cancels_and_rates(browser: Any, acting: str, tmp_path: Path, scheme: str) -> None:
     rules = Path(axe.__file__).with_name("axe.min.js").read_text(encoding="utf-8")
     with Page(browser, width=360, scheme=scheme) as shown:
 
@@ -310,7 +327,17 @@ def test_keyboard_alone_signs_in_and_cancels_a_rollout(browser: Any, acting: str
         shown.page.get_by_role("status").wait_for()
         assert "the rollout waits is cancelled" in shown.page.inner_text("main")
         check()
-        shown.page.goto(acting + "/actions/rate?rollout=waits")
+        shown.page.goto(acting + "/rollouts/done")
+        shown.page.keyboard.press("r")
+        shown.page.wait_for_url("**/actions/rate?rollout=done")
         check()
+        shown.page.keyboard.type("0.25")
+        shown.page.keyboard.press("Enter")
+        shown.page.wait_for_url("**/actions/rate?rollout=done&value=0.25*")
+        shown.page.keyboard.press("Enter")
+        shown.page.get_by_role("status").wait_for()
+        shown.page.keyboard.press("Enter")
+        shown.page.wait_for_url("**/rollouts/done")
+        assert "by human" in shown.page.inner_text("main")
         assert [] == shown.errors
     assert "cancelled" in run_agl("show", "waits", "--store", "sqlite:///runs.db", folder=tmp_path)

@@ -225,6 +225,7 @@ LACKS = {
     "credit": "assign",
     "exporter": "export",
     "gateway": "settle",
+    "modality": "expand",
     "policy": "resource",
     "redactor": "redact",
     "reward": "__call__",
@@ -253,7 +254,7 @@ def {hook}():
 
 @pytest.mark.parametrize("kind", LACKS)
 def test_component_without_a_method_of_its_contract_is_refused_with_its_name(install_plugin, kind):
-    hook = "agl_policies" if kind == "policy" else f"agl_{kind}s"
+    hook = {"policy": "agl_policies", "modality": "agl_modalities"}.get(kind, f"agl_{kind}s")
     install_plugin("agl-half", LACKING.format(hook=hook, record=kind.capitalize()), entry="half")
     manager = PluginManager.from_environment()
     lacks = rf"the {kind} 'as-\w+' of the plugin 'half' \(agl-half 1.0\) lacks [\w, ]*{LACKS[kind]}[\w, ]*, which"

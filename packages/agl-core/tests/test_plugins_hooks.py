@@ -7,7 +7,7 @@ import pytest
 import agl
 from agl import PluginManager, hookimpl
 from agl._plugins.hooks import HOOKS, OBSERVERS, PROVIDERS
-from agl.contracts import ExporterEntry, GatewayEntry, RedactorEntry, RunnerEntry, StepReport
+from agl.contracts import ExporterEntry, GatewayEntry, ModalityEntry, RedactorEntry, RunnerEntry, StepReport
 
 
 class Everything:
@@ -43,6 +43,10 @@ class Everything:
     @hookimpl
     def agl_policies(self):
         yield agl.PolicyEntry(name="mine", factory="m:policy", trains=True)
+
+    @hookimpl
+    def agl_modalities(self):
+        yield ModalityEntry(name="mine", factory="m:modality")
 
     @hookimpl
     def agl_gateways(self):

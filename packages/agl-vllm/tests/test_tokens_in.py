@@ -98,6 +98,22 @@ def test_fifty_turns_with_calls_written_back_in_another_notation_are_one_row(bas
         assert (sampled, {"first": 1, "spliced": TURNS - 1}) == (sum(episode.rows[0].mask), counts)
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+
+
+def test_conversation_with_a_picture_goes_to_the_chat_endpoint_and_lends_its_tokens_to_no_other(base):
+    async def act(talk):
+        talk.messages[0]["content"] = [PICTURE, {"type": "text", "text": "go"}]
+        await talk.turn(**WITH_IDS)
+        await talk.turn(**WITH_IDS)
+        talk.messages[0]["content"] = "<|image_pad|>go"
+        await talk.turn(**WITH_IDS)
+
+    _, counts, server = talked(base, act)
+    assert {"options": 2, "first": 1} == counts
+    assert 3 == server.paths.count("/v1/chat/completions")
+
+
 def talked(base, act, *, is_old=False, **settings):
     """Hold a conversation through the relay; return the result of `act`, the relay's counts, and the stand-in."""
     server = Server(is_old=is_old)

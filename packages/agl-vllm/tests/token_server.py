@@ -111,6 +111,8 @@ def render(messages: list[dict[str, Any]]) -> str:
     text, last = "", max((at for at, m in enumerate(messages) if m["role"] == "user"), default=0)
     for at, message in enumerate(messages):
         body = message.get("content") or ""
+        if isinstance(body, list):
+            body = "".join(part.get("text", "<|image_pad|>") for part in body)
         if message.get("reasoning") and at > last:
             body = f"<think>{message['reasoning']}</think>{body}"
         for call in message.get("tool_calls") or ():

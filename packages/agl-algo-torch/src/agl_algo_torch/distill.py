@@ -210,7 +210,12 @@ class Distill(OnPolicy):
         """Return the rows to train, whose advantages so far come from rewards only, and the metrics of the batch."""
         # The rewards' part: reward_coef A_i at every token of call i, by credit and estimator.
         if self._reward_coef:
-            batch = prepare(groups, credit=self._context.credit, estimator=self._estimator.call)
+            batch = prepare(
+                groups,
+                credit=self._context.credit,
+                estimator=self._estimator.call,
+                pictures=self._tuned.pictures,
+            )
             if notice := self._unused.news(final=batch.final, calls=batch.calls):
                 self._context.say(notice)
             # No group statistic sees the teacher: its part is added after A_i was compared and scaled.
@@ -218,7 +223,8 @@ class Distill(OnPolicy):
             return scaled, batch.metrics
         episodes = [episode for group in groups for episode in group]
         # Without `reward_coef` the calls of failed rollouts train too: the teacher judges tokens, not outcomes.
-        rows = [row for episode in episodes for row in live_rows(episode, advantage=0.0)]
+        pictures = self._tuned.pictures
+        rows = [row for episode in episodes for row in live_rows(episode, advantage=0.0, pictures=pictures)]
         rewards = [episode.reward for episode in episodes if episode.reward is not None]
         # A reward is logged where there is one, and trains nothing.
         metrics = {"groups": float(len(groups)), "rollouts": float(len(episodes)), "rows": float(len(rows))}

@@ -158,6 +158,7 @@ class GRPO(OnPolicy):
             mask_truncated=self._mask_truncated,
             overlong=self._overlong,
             baselines=collected.baselines,
+            pictures=self._tuned.pictures,
         )
         if notice := self._unused.news(final=batch.final, calls=batch.calls):
             context.say(notice)
@@ -168,7 +169,7 @@ class GRPO(OnPolicy):
         started = time.perf_counter()
         self._tuned.start_updates()
         # Calls of agents that share the weights and are not trained: the anchor holds the policy to pi_ref on them.
-        held = self._anchor.rows(collected.episodes, policy=self._tuned.name)
+        held = self._anchor.rows(collected.episodes, policy=self._tuned.name, pictures=self._tuned.pictures)
         own = [sample.rollout for sample in batch.samples]
         # Rollouts that policies pi_k of earlier steps drew; their tokens count with c_t = min(pi_theta_old / pi_k,
         # bound).

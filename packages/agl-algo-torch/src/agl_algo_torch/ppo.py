@@ -269,7 +269,7 @@ class PPO(OnPolicy):
         # Rollouts that policies pi_k of earlier steps drew keep the A_t of their own step; their tokens count with
         # c_t = min(pi_theta_old / pi_k, bound).
         replayed = self._replayed(version, samples, uses=uses)
-        held = self._anchor.rows(collected.episodes, policy=self._tuned.name)
+        held = self._anchor.rows(collected.episodes, policy=self._tuned.name, pictures=self._tuned.pictures)
         tokens = TokenNumbers()
         tokens.note_advantages(samples)
         metrics |= await self._train(learner, critic, valued, replayed=replayed.rows, held=held, tokens=tokens)
@@ -297,7 +297,11 @@ class PPO(OnPolicy):
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
         # s_t, the state before token t, is all of the row before it; a_t is the token. A row is one trajectory.
         # The returns take the place of advantages only to mark the calls that train; `_evaluate` replaces them.
-        made = [(row, from_row(row, advantages=returns, temperatures=temperatures)) for row in episode.rows]
+        pictures = self._tuned.pictures
+        made = [
+            (row, from_row(row, advantages=returns, temperatures=temperatures, pictures=pictures))
+            for row in episode.rows
+        ]
         return [(sample, call_rewards(row, returns)) for row, sample in made if sample.trained_tokens]
 
     def _evaluate(

@@ -230,9 +230,9 @@ class PreferenceAlgorithm(Supplied, ABC):
         there is both `data` and a source.
         """
         self._context = context
-        self._tuned.begin(context)
+        reading = self._tuned.begin(context)
         if not self._data:
-            self._supply.begin(context)
+            self._supply.begin(reading)
             return
         if context.sources:
             raise ConfigError(
@@ -294,7 +294,8 @@ class PreferenceAlgorithm(Supplied, ABC):
         examples = self.weighed(self.examples(given.groups))
         # A rollout may be in several examples, but its rows are built once.
         used = {rollout for example in examples for rollout in example.rollouts}
-        rows = [row for e in given.episodes if e.rollout.rollout_id in used for row in live_rows(e)]
+        pictures = self._tuned.pictures
+        rows = [row for e in given.episodes if e.rollout.rollout_id in used for row in live_rows(e, pictures=pictures)]
         return given, examples, rows
 
     def step_size(self, tasks: int) -> tuple[int, int]:

@@ -122,7 +122,8 @@ class RFT(Supplied):
         # q of the paper is a task, and r^i_q the answers kept of it, at most `best`.
         good = [episode for group in given.groups for episode in self._good(group)]
         # The temperature is left at 1: the model's own distribution imitates the answer.
-        rows = [row for episode in good for row in live_rows(episode, has_temperature=False)]
+        pictures = self._tuned.pictures
+        rows = [row for episode in good for row in live_rows(episode, has_temperature=False, pictures=pictures)]
 
         imitated = {row.rollout: "" for row in rows}  # each id once, in order
 

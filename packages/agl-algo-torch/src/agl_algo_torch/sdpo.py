@@ -210,14 +210,14 @@ class SDPO(OnPolicy):
         context, learner = self._context, await self._tuned.learner()
         moves = learner.moves
         # Raises for a chat template that has no place for a lesson, before the step spends anything on rollouts.
-        self._teaching = Teaching(context.store, learner.loaded, self._teacher)
+        self._teaching = Teaching(context.store, learner.loaded, self._teacher, pictures=self._tuned.pictures)
 
         # 1. Collect answers y of the policy as it is, pi.
         collected = await self._groups.collect(self._tuned.step + 1)
         groups = collected.groups
 
         # 2. Write lessons: the teacher's context is (x, f, y_<t), with the lesson f in the prompt x of a call.
-        prepared = prepare(groups, credit=context.credit, estimator=self._estimator.call)
+        prepared = prepare(groups, credit=context.credit, estimator=self._estimator.call, pictures=self._tuned.pictures)
         if self._grpo_coef and (notice := self._unused.news(final=prepared.final, calls=prepared.calls)):
             context.say(notice)
         lessons = await self._teaching.lessons(groups)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -41,18 +41,42 @@ class Line(Record, frozen=True, kw_only=True, omit_defaults=False):
     high: list[float | None]
 
 
+class Mark(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """An event at a place of a figure's axis.
+
+    Attributes:
+        kind: ``published``, ``best``, ``back``, ``alert``, or ``shown`` for the version that a page is about.
+        version: The version that was published.
+        address: The parts of the address of the page with the evidence, and its parameters in ``query``.
+    """
+
+    place: int
+    kind: str
+    text: str
+    version: str = ""
+    address: list[str] = []
+    query: dict[str, Any] = {}
+
+
 class Figure(Record, frozen=True, kw_only=True, omit_defaults=False):
     """Lines over the steps of all algorithms, or over something else.
 
     Attributes:
         is_thinned: True if some points are left out.
         over: One unit of the axis.
+        marks: Events on the axis.
     """
 
     name: str
     series: list[Line]
     is_thinned: bool = False
     over: str = "step"
+    marks: list[Mark] = []
+
+    @property
+    def is_constant(self) -> bool:
+        """True if every line has the same value at all of its steps."""
+        return all(len(set(line.values)) == 1 for line in self.series)
 
 
 def figure_of(name: str, metrics: Mapping[str, Sequence[Metric]]) -> Figure:
@@ -107,11 +131,52 @@ def _line(run: str, algorithm: str, found: Sequence[Metric], ends: dict[tuple[st
     return Line(run=run, algorithm=algorithm, steps=steps, places=places, values=values, low=low, high=high)
 
 
-def thinned(found: Sequence[T]) -> Sequence[T]:
-    """Return at most ``POINTS`` of a line's points, evenly spread, with the first and the last."""
-    if len(found) <= POINTS:
+def thinned(found: Sequence[T], most: int = POINTS) -> Sequence[T]:
+    """Return at most ``most`` of a line's points, evenly spread, with the first and the last."""
+    if len(found) <= most:
         return found
-    return [found[index * (len(found) - 1) // (POINTS - 1)] for index in range(POINTS)]
+    return [found[index * (len(found) - 1) // (most - 1)] for index in range(most)]
+
+
+WIDTH, HEIGHT, SPARK_POINTS = 120, 32, 120
+
+
+class Stroke(Record, frozen=True, kw_only=True):
+    """The SVG paths of a line of a sparkline and of its interval, in a box of ``WIDTH`` by ``HEIGHT``."""
+
+    line: str
+    band: str
+
+
+def sparks(lines: Sequence[Line]) -> list[Stroke]:
+    """Return the paths of a sparkline, all lines on one scale; a constant runs through the middle."""
+    points = [_spark_points(line) for line in lines]
+    places = [place for line in points for place, *_ in line]
+    heights = [height for line in points for _, *values in line for height in values]
+    if not places:
+        return []
+    left, wide = min(places), max(places) - min(places) or 1
+    bottom, tall = min(heights), max(heights) - min(heights)
+
+    def at(place: int, value: float) -> str:
+        height = (value - bottom) / tall if tall else 0.5
+        return f"{(place - left) / wide * WIDTH:.1f} {2 + (1 - height) * (HEIGHT - 4):.1f}"
+
+    return [
+        Stroke(
+            line="M" + "L".join(at(place, value) for place, value, _, _ in line),
+            band="M"
+            + "L".join([*(at(p, high) for p, _, _, high in line), *(at(p, low) for p, _, low, _ in line[::-1])]),
+        )
+        for line in points
+    ]
+
+
+def _spark_points(line: Line) -> list[tuple[int, float, float, float]]:
+    """Return places with values and their intervals; a value without an interval has one of no width."""
+    found = zip(line.places, line.values, line.low, line.high, strict=True)
+    shown = thinned(list(found), SPARK_POINTS)
+    return [(p, v, v if low is None else low, v if high is None else high) for p, v, low, high in shown]
 
 
 SHARE = 0.9

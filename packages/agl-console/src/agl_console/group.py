@@ -10,7 +10,7 @@ from agl.contracts import CallUse, Recording, RolloutQuery, Store
 from agl.dialects import call_messages
 from agl.episodes import Enclosing, build_episode, chronological, episode_reward
 from agl.errors import ConfigError, NotFoundError
-from agl.schemas import ModelCall, Record, Rollout, Span
+from agl.schemas import ModelCall, Record, Rollout, Span, identity_ids
 from agl_console.reading import newest_recordings, uses_of
 from agl_console.siblings import standing
 from agl_console.tokens import tone_of
@@ -319,7 +319,8 @@ def _difference(one: _Call, other: _Call) -> str:
     """Describe how two calls differ; ``""`` if they are equal."""
     if one.agent != other.agent:
         return f"made by {other.agent or 'no agent'} and not by {one.agent or 'no agent'}"
-    token = _token(one.call.prompt_ids, other.call.prompt_ids)
+    prompts = [identity_ids(each.call.prompt_ids, each.call.media) for each in (one, other)]
+    token = _token(*prompts)
     message = _common(one.prompt, other.prompt)
     if message < max(len(one.prompt), len(other.prompt)):
         return _place("prompt", f"message {message + 1}", token)

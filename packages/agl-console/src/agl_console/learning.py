@@ -2,12 +2,15 @@
 
 from collections.abc import Collection, Sequence
 
-from agl.contracts import Metric, Store, VersionScore
+from msgspec.structs import replace
+
+from agl.contracts import ExperimentRecord, Metric, Store, VersionScore
 from agl.schemas import Record
-from agl_console.figures import Figure, Goal, derived, figure_of, goal_of
+from agl_console.figures import REWARD, Figure, Goal, Mark, derived, figure_of, goal_of
 from agl_console.reading import run_of
-from agl_console.runs import best_version, has_failures, status_of
-from agl_inspect.advice.suggestions import Suggestion, suggestions_of
+from agl_console.runs import best_version, has_failures, is_made_by, rewards_of, status_of
+from agl_inspect.advice.suggestions import Suggestion, read_alerts, suggestions_of
+from agl_inspect.records.metrics import experiment_step
 from agl_inspect.records.state import load_settings
 from agl_inspect.rollouts.step_tallies import read_tallies
 
@@ -36,6 +39,7 @@ METRICS = {
     "evaluator_failed_share": "rollouts that failed because a reward broke",
     "unusable_answers": "answers of the optimiser's model without a usable text",
     "texts_unsent": "tuned texts that no model call contains",
+    "logprob_gap": "how far the trainer's log-probabilities are from the server's, nats",
     "loss": "",
     "grad_norm": "length of the gradient before clipping",
     "collect_s": "seconds for rollouts",
@@ -46,6 +50,25 @@ METRICS = {
     "slots": "agents that may run at once",
 }
 """Metrics whose figures come first, in this order, with their meanings; they show if, and why not, the run learns."""
+
+HEALTH = ("entropy", "kl", "logprob_gap", "silent_share", "truncated_share", "tokens_per_rollout", "dropped_share")
+"""Metrics that tell a healthy run from a sick one; a small chart of each stands below the rewards."""
+
+LABELS = {
+    "logprob_gap": "gap to the server",
+    "silent_share": "silent groups",
+    "truncated_share": "truncated answers",
+    "tokens_per_rollout": "answer length",
+    "dropped_share": "dropped rollouts",
+    "kl": "distance to the first policy",
+    "grad_norm": "gradient length",
+    "collect_s": "seconds for rollouts",
+    "update_s": "seconds for updates",
+    "tokens_per_s": "tokens per second",
+    "tokens_used": "tokens that train",
+    "slots_idle_share": "idle slots",
+}
+"""Names of metrics in words."""
 
 FIRST = list(METRICS)
 MEANINGS = {name: meaning for name, meaning in METRICS.items() if meaning}
@@ -84,6 +107,10 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         suggestions: The output of ``agl metrics --suggest`` for the run.
         goal: The steps until a reward was reached; ``None`` if no reward is logged.
+        rewards: The figure of rewards, with published versions, roll-backs and alerts as marks; ``None`` without one.
+        health: Figures that show whether the run is healthy.
+        figures: Figures of all other numbers that change.
+        constants: The values that all steps of all algorithms share, by metric.
         meanings: Explanations of metrics, by name.
         next: The query of the page with older steps; empty if there are none.
     """
@@ -97,7 +124,10 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
     has_failures: bool
     suggestions: list[Suggestion]
     goal: Goal | None
+    rewards: Figure | None
+    health: list[Figure]
     figures: list[Figure]
+    constants: dict[str, float]
     meanings: dict[str, str]
     tables: list[StepTable]
     settings: dict[str, str]
@@ -112,17 +142,28 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
     shown = [metric for metric in metrics if chosen.before is None or metric.step < chosen.before]
     newest = sorted({metric.step for metric in shown}, reverse=True)
     steps = newest[:rows]
+    figures = {figure.name: figure for figure in _figures(name, metrics)}
+    rewards = figures.pop(REWARD, None)
+    constants = {
+        key: figure.series[0].values[0]
+        for key, figure in figures.items()
+        if figure.is_constant and len({line.values[0] for line in figure.series}) == 1
+    }
+    best = await best_version(store, record)
     return LearningView(
         name=name,
         status=await status_of(store, record),
         agent=record.agent,
         turn=record.turn,
         live=record.live,
-        best=await best_version(store, record),
+        best=best,
         has_failures=await has_failures(store, name),
         suggestions=suggestions_of(logged),
         goal=goal_of({name: logged}, chosen.goal),
-        figures=_figures(name, metrics),
+        rewards=rewards and replace(rewards, marks=await marks_of(store, record, logged, best)),
+        health=[figures[key] for key in HEALTH if key in figures and key not in constants],
+        figures=[figure for key, figure in figures.items() if key not in constants and key not in HEALTH],
+        constants=constants,
         meanings=MEANINGS,
         tables=_tables([metric for metric in shown if steps and metric.step >= steps[-1]]),
         settings=await load_settings(store, record),
@@ -130,6 +171,56 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
         if len(newest) > rows
         else {},
     )
+
+
+async def reward_figure(store: Store, record: ExperimentRecord, version: str) -> Figure | None:
+    """Return the figure of a run's rewards with one of its versions marked; ``None`` if no reward is logged."""
+    rewards = await rewards_of(store, record)
+    figure = figure_of(REWARD, {record.name: rewards})
+    marks = await marks_of(store, record, rewards, None)
+    own = [replace(mark, kind="shown") if mark.version == version else mark for mark in marks]
+    return replace(figure, marks=own) if figure.series else None
+
+
+async def marks_of(
+    store: Store, record: ExperimentRecord, logged: Sequence[Metric], best: VersionScore | None
+) -> list[Mark]:
+    """Return what happened to a run's versions, in order of the steps: published, rolled back, or an alert."""
+    places = {(metric.algorithm, metric.step): experiment_step(metric) for metric in logged}
+    times = sorted((metric.time, experiment_step(metric)) for metric in logged if metric.time)
+    found: list[Mark] = []
+
+    def at(time: float) -> int:
+        return max((place for moment, place in times if moment <= time), default=0)
+
+    for name in sorted(record.live):
+        for each in await store.resources(name):
+            is_best = best is not None and (best.name, best.version) == (name, each.version)
+            place = places.get((each.algorithm, each.step or 0))
+            if place is not None and not each.metadata.get("candidate") and is_made_by(record, each.version):
+                words = f"best measured version, {best.mean:.4g}: " if best and is_best else "published "
+                kind, text = "best" if is_best else "published", f"{words}{name}@{each.version}"
+                address, query = ["versions", name], {"version": each.version}
+                found.append(
+                    Mark(place=place, kind=kind, text=text, version=each.version, address=address, query=query)
+                )
+        moves = [move for label in await store.labels(name) for move in await store.label_moves(name, label.label)]
+        for move in moves:
+            if move.is_back and is_made_by(record, move.version):
+                text = f"rolled {move.label} back to {name}@{move.version}"
+                found.append(Mark(place=at(move.moved_at), kind="back", text=text, address=["versions", name]))
+    alerts = await read_alerts(store, record.name, record.run)
+    found += [
+        Mark(
+            place=places.get((alert.found.algorithm, alert.found.step), at(alert.time)),
+            kind="alert",
+            text=f"{alert.found.algorithm}: {alert.found.evidence}",
+            address=["rollouts"],
+            query={"experiment": record.name, "algorithm": alert.found.algorithm, "step": alert.found.step},
+        )
+        for alert in alerts
+    ]
+    return sorted(found, key=lambda mark: mark.place)
 
 
 def _figures(run: str, metrics: Sequence[Metric]) -> list[Figure]:

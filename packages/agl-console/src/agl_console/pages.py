@@ -1,6 +1,7 @@
 """Renders views as HTML; everything that agents and models wrote is escaped, with invisible characters shown."""
 
 import math
+import time
 from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any
@@ -13,7 +14,10 @@ from markupsafe import Markup
 from agl.errors import AglError, ConfigError, NotFoundError
 from agl.hints import count_of
 from agl.schemas import Record, to_builtins
+from agl_console.figures import HEIGHT, WIDTH, Line, sparks
+from agl_console.learning import LABELS
 from agl_console.views import View
+from agl_inspect.advice.suggestions import VALIDATE
 from agl_inspect.text import ends, visible
 
 _NONE = "\N{EN DASH}"
@@ -37,7 +41,7 @@ class Pages:
             lstrip_blocks=True,
         )
         self._templates.filters.update(number=number, probability=probability, clock=clock, seconds=seconds, data=data)
-        self._templates.filters.update(dict[str, Any](ends=ends, quantity=count_of))
+        self._templates.filters.update(dict[str, Any](ends=ends, quantity=count_of, ago=ago, spark=spark, words=words))
         self._templates.globals["link"] = link
         self._store = store
 
@@ -110,11 +114,10 @@ def probability(logprob: float) -> str:
     return f"{100 * math.exp(min(0.0, logprob)):.3g} %"
 
 
-def clock(unix_s: float, apart: float = 1.0) -> str:
+def clock(unix_s: float) -> str:
     """Format a time in UTC; a dash for 0, which is an unknown time.
 
-    Milliseconds are shown if ``apart``, the seconds between neighbouring times, is less than 1. A time outside the
-    calendar, such as one recorded in milliseconds, is shown in seconds.
+    A time outside the calendar, such as one recorded in milliseconds, is shown in seconds.
     """
     if not unix_s:
         return _NONE
@@ -122,7 +125,7 @@ def clock(unix_s: float, apart: float = 1.0) -> str:
         moment = datetime.fromtimestamp(unix_s, UTC)
     except (ValueError, OverflowError, OSError):
         return f"{unix_s:g} s"
-    return moment.isoformat(" ", "seconds" if apart >= 1 else "milliseconds").removesuffix("+00:00")
+    return moment.isoformat(" ", "seconds").removesuffix("+00:00")
 
 
 def seconds(value: float | None) -> str:
@@ -135,6 +138,29 @@ def seconds(value: float | None) -> str:
         return f"{value:.2f} s"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
+
+
+def ago(unix_s: float) -> Markup:
+    """Return the time since a moment in words, with the exact time in UTC on hover; a dash for an unknown time."""
+    exact, passed = clock(unix_s), time.time() - unix_s
+    if not unix_s or " s" in exact:
+        return Markup.escape(exact)
+    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    words = next((f"{passed / size:.0f} {unit} ago" for unit, size in units if passed >= size), "now")
+    return Markup('<time datetime="{}Z" title="{} UTC">{}</time>').format(exact.replace(" ", "T"), exact, words)
+
+
+def spark(lines: list[Line]) -> Markup:
+    """Draw a sparkline of lines with their intervals, for readers who see it; the numbers stand next to it."""
+    path = Markup('<path class="band c{0}" d="{1}Z"/><path class="c{0}" d="{2}" vector-effect="non-scaling-stroke"/>')
+    drawn = [path.format(index % 6, each.band, each.line) for index, each in enumerate(sparks(lines))]
+    box = Markup('<svg class="spark" viewBox="0 0 {} {}" preserveAspectRatio="none" aria-hidden="true">{}</svg>')
+    return box.format(WIDTH, HEIGHT, Markup("").join(drawn))
+
+
+def words(name: str) -> str:
+    """Return the name of a metric or an algorithm in words."""
+    return "validation" if name == VALIDATE else LABELS.get(name, name.replace("_", " "))
 
 
 def data(value: Any) -> Any:

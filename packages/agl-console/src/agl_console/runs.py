@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from agl.contracts import ExperimentRecord, Metric, RolloutQuery, Statistics, Store, VersionScore
 from agl.errors import ConfigError
 from agl.schemas import Record
-from agl_console.figures import REWARD, Figure, Goal, derived, figure_of, goal_of
+from agl_console.figures import REWARD, Figure, Goal, Line, derived, figure_of, goal_of
 from agl_inspect.advice.ranking import DatedFit, read_fits
 from agl_inspect.advice.run_differences import RunDifference, compare_runs
+from agl_inspect.advice.suggestions import VALIDATE
 from agl_inspect.presence import is_gone
 from agl_inspect.records.state import load_settings
 from agl_inspect.rollouts.step_tallies import read_tallies
@@ -44,7 +45,8 @@ class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         rewards: The last reward of each algorithm.
         rollouts: Finished rollouts of all the experiment's runs.
         tokens: Tokens that models sampled in these rollouts.
-        seconds: The sum of the rollouts' times, from the start of the first attempt to the end.
+        wall_s: Seconds from the first logged reward to the last one.
+        curve: The validation reward with its intervals, else that of an algorithm; ``None`` if none is logged.
         best: The version of a live resource with the highest measured score.
         has_failures: True if a rollout failed.
     """
@@ -56,7 +58,8 @@ class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     rewards: list["LastReward"]
     rollouts: int
     tokens: int
-    seconds: float
+    wall_s: float
+    curve: Line | None
     best: VersionScore | None
     has_failures: bool
 
@@ -112,7 +115,7 @@ async def runs_view(store: Store, chosen: RunsFilter) -> RunsView:
     if chosen.compare:
         return await _compared(store, records, chosen.compare, goal=chosen.goal)
     page = [record for record in records if record.name > chosen.after][: PAGE + 1]
-    rows = [await _row(store, record, await _metrics(store, record, REWARD)) for record in page[:PAGE]]
+    rows = [await _row(store, record, await rewards_of(store, record)) for record in page[:PAGE]]
     following = {"after": page[PAGE - 1].name} if len(page) > PAGE else {}
     fits = await read_fits(store, page[:PAGE])
     return RunsView(
@@ -130,14 +133,19 @@ async def status_of(store: Store, record: ExperimentRecord) -> str:
 
 async def best_version(store: Store, record: ExperimentRecord) -> VersionScore | None:
     """Return the version of a run's resources with the highest score; ``None`` if no version was measured."""
-    made = re.compile(rf"{re.escape(record.name)}-[0-9]+-(?![0-9]+-)")  # excludes an experiment NAME-1
     own = [
         score
         for name in sorted(record.live)
         for score in await store.scores(name)
-        if score.version == record.live[name] or made.match(score.version)
+        if score.version == record.live[name] or is_made_by(record, score.version)
     ]
     return max(own, key=lambda score: score.mean, default=None)
+
+
+def is_made_by(record: ExperimentRecord, version: str) -> bool:
+    """Return true if the experiment made the version, by the version's name."""
+    # the second part excludes an experiment NAME-1
+    return bool(re.match(rf"{re.escape(record.name)}-[0-9]+-(?![0-9]+-)", version))
 
 
 async def has_failures(store: Store, experiment: str) -> bool:
@@ -155,9 +163,7 @@ async def _compared(
         raise ConfigError(f"no run is named {unknown[0]!r}; choose from: {', '.join(known) or 'none yet'}")
     if len(wanted) > COMPARED:
         raise ConfigError(f"{len(wanted)} runs are too many to tell their curves apart; choose {COMPARED} at most")
-    parts = (REWARD, f"{REWARD}_low", f"{REWARD}_high")
-    rewards = {name: await _metrics(store, known[name], *parts) for name in wanted}
-    rewards = {name: [*own, *derived(own, await read_tallies(store, known[name]))] for name, own in rewards.items()}
+    rewards = {name: await rewards_of(store, known[name]) for name in wanted}
     figure = figure_of(REWARD, rewards)
     settings = {name: await load_settings(store, known[name]) for name in wanted}
     return RunsView(
@@ -172,9 +178,11 @@ async def _compared(
     )
 
 
-async def _metrics(store: Store, record: ExperimentRecord, *names: str) -> list[Metric]:
-    """Return the metrics with the given names from an experiment's newest run."""
-    return [metric for name in names for metric in await store.metrics(record.name, name=name, run=record.run)]
+async def rewards_of(store: Store, record: ExperimentRecord) -> list[Metric]:
+    """Return the rewards of an experiment's newest run, with the ends of their intervals."""
+    parts = (REWARD, f"{REWARD}_low", f"{REWARD}_high")
+    logged = [metric for name in parts for metric in await store.metrics(record.name, name=name, run=record.run)]
+    return [*logged, *derived(logged, await read_tallies(store, record))]
 
 
 async def cost_of(store: Store, experiment: str) -> Cost:
@@ -193,6 +201,8 @@ def _sum(statistics: Sequence[Statistics]) -> Cost:
 async def _row(store: Store, record: ExperimentRecord, rewards: Sequence[Metric]) -> RunRow:
     values = sorted((metric for metric in rewards if metric.name == REWARD), key=lambda metric: metric.step)
     last = {metric.algorithm: metric for metric in values}
+    times = [metric.time for metric in values if metric.time]
+    lines = sorted(figure_of(REWARD, {record.name: rewards}).series, key=lambda line: line.algorithm != VALIDATE)
     sums = await store.statistics(record.name)
     cost = _sum(sums)
     return RunRow(
@@ -203,7 +213,8 @@ async def _row(store: Store, record: ExperimentRecord, rewards: Sequence[Metric]
         rewards=[LastReward(algorithm=key, step=metric.step, value=metric.value) for key, metric in last.items()],
         rollouts=cost.rollouts,
         tokens=cost.tokens,
-        seconds=cost.seconds,
+        wall_s=max(times, default=0) - min(times, default=0),
+        curve=lines[0] if lines else None,
         best=await best_version(store, record),
         has_failures=any(each.failed for each in sums),
     )

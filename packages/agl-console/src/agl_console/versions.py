@@ -6,12 +6,16 @@ up to ``DIFFED`` characters.
 
 import re
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import groupby
 from typing import Literal
 
 from agl.contracts import ExperimentRecord, LabelMove, RolloutQuery, Store, VersionScore
 from agl.errors import NotFoundError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Weights
+from agl_console.figures import Figure
+from agl_console.learning import reward_figure
 from agl_console.tree import LONGEST, Text
 from agl_inspect.records.splits import ArmReport, Placement, Sample, placement_of
 from agl_inspect.rollouts.span_reader import reward_of
@@ -36,6 +40,9 @@ VERSIONS = 200
 
 DIFFED = 100_000
 """The most characters of a text that is compared; it may have a tenth as many lines."""
+
+COMPARED = 1000
+"""The most words of two lines that are compared word by word."""
 
 MOVES = 100
 """The most moves of labels on a page."""
@@ -179,7 +186,14 @@ class DiffLine(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A line of a unified diff; ``kind`` is ``added``, ``removed``, ``place`` or ``same``."""
 
     kind: str
+    parts: list["DiffPart"]
+
+
+class DiffPart(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A part of a line; ``is_changed`` is true for words that the line's counterpart lacks."""
+
     text: str
+    is_changed: bool = False
 
 
 class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -191,6 +205,7 @@ class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
         total: The number of versions that the filter selects.
         shown: The version that is shown.
         text: The text of that version.
+        curve: The rewards of the run that made the shown weights; ``None`` for other kinds, or without rewards.
         against: The version it is compared with; ``""`` for none.
         diff: The difference; empty if the texts are equal.
         is_too_long: True if the texts are too long to compare.
@@ -208,6 +223,7 @@ class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     total: int
     shown: VersionRow
     text: Text
+    curve: Figure | None
     against: str
     diff: list[DiffLine]
     is_too_long: bool
@@ -245,6 +261,8 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
     records = await store.experiments()
     scores = {score.version: score for score in await store.scores(name)}
     origins = _Origins(records, scores, trials_by_version(await read_trials(store, name)))
+    row = origins.row(shown, 0)
+    makers = [each for each in records if each.name == row.experiment and isinstance(shown.version.resource, Weights)]
     filters = {field: getattr(chosen, field) for field in ("version", "against", "tried")}
     filters = {field: value for field, value in filters.items() if value}
     return VersionsView(
@@ -253,8 +271,9 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
         filters=filters,
         versions=[origins.row(item, depth) for depth, item in in_tree(page)],
         total=len(listed),
-        shown=origins.row(shown, 0),
+        shown=row,
         text=Text(label=shown.version.version, text=text[:LONGEST], length=len(text)),
+        curve=await reward_figure(store, makers[0], row.version) if makers else None,
         against=against,
         diff=diff,
         is_too_long=is_too_long,
@@ -401,10 +420,39 @@ def difference(old: ResourceVersion, new: ResourceVersion) -> tuple[bool, list[D
     texts = [resource_text(version.resource) for version in (old, new)]
     if any(len(text) > DIFFED or text.count("\n") > DIFFED // 10 for text in texts):
         return True, []
-    return False, [DiffLine(kind=_KINDS.get(line[:1], "same"), text=line) for line in diff_versions(old, new)[2:]]
+    return False, _by_words(diff_versions(old, new)[2:])
 
 
 _KINDS = {"+": "added", "-": "removed", "@": "place"}
+_WORDS = re.compile(r"\s+|\w+|\W")
+
+
+def _by_words(lines: Sequence[str]) -> list[DiffLine]:
+    """Mark the words that differ between removed lines and as many added lines that follow them."""
+    parts = [[DiffPart(text=line)] for line in lines]
+    start = 0
+    for kind, run in groupby(lines, key=lambda line: line[:1]):
+        end = start + len(list(run))
+        size = end - start
+        if kind == "-" and all(line[:1] == "+" for line in lines[end : end + size]) and len(lines) >= end + size:
+            for at in range(start, end):
+                parts[at], parts[at + size] = _changed(lines[at], lines[at + size])
+        start = end
+    return [DiffLine(kind=_KINDS.get(line[:1], "same"), parts=own) for line, own in zip(lines, parts, strict=True)]
+
+
+def _changed(old: str, new: str) -> tuple[list[DiffPart], list[DiffPart]]:
+    """Return the parts of two lines; lines that are long or have little in common are left whole."""
+    before, after = _WORDS.findall(old[1:]), _WORDS.findall(new[1:])
+    matcher = SequenceMatcher(None, before, after, autojunk=False)
+    if len(before) + len(after) > COMPARED or matcher.ratio() < 0.4:
+        return [DiffPart(text=old)], [DiffPart(text=new)]
+    found = [DiffPart(text="-")], [DiffPart(text="+")]
+    for kind, *ends in matcher.get_opcodes():
+        for side, words, (low, high) in zip(found, (before, after), (ends[:2], ends[2:]), strict=True):
+            if high > low:
+                side.append(DiffPart(text="".join(words[low:high]), is_changed=kind != "equal"))
+    return found
 
 
 async def _moves(store: Store, name: str, labels: Sequence[str]) -> list[LabelMove]:

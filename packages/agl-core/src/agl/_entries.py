@@ -11,7 +11,18 @@ from agl.schemas import Record
 Factory: TypeAlias = str | Callable[..., Any]
 
 Kind = Literal[
-    "tracer", "reward", "store", "algorithm", "credit", "runner", "policy", "gateway", "redactor", "exporter", "command"
+    "tracer",
+    "reward",
+    "store",
+    "algorithm",
+    "credit",
+    "runner",
+    "policy",
+    "modality",
+    "gateway",
+    "redactor",
+    "exporter",
+    "command",
 ]
 """The kinds of components that plugins register."""
 
@@ -101,6 +112,14 @@ class PolicyEntry(Entry, frozen=True, kw_only=True):
     """
 
     trains: bool = False
+
+
+class ModalityEntry(Entry, frozen=True, kw_only=True):
+    """Registers a way to read pictures; ``factory(model=...)`` builds an :class:`agl.contracts.Modality`.
+
+    ``model`` is the directory or hub name of a model. A model whose type is ``qwen2_vl`` is read by the modality of the
+    name ``qwen2-vl`` if there is one, and otherwise by ``transformers``.
+    """
 
 
 class GatewayEntry(Entry, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from agl._entries import (
     CreditEntry,
     ExporterEntry,
     GatewayEntry,
+    ModalityEntry,
     PolicyEntry,
     RedactorEntry,
     RewardEntry,
@@ -115,6 +116,20 @@ class AglSpec:
             @agl.hookimpl
             def agl_policies():
                 yield agl.PolicyEntry(name="torch", factory="agl_algo_torch.serving.policy:TorchPolicy", trains=True)
+        """
+
+    @hookspec
+    def agl_modalities(self) -> Iterable[ModalityEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Modalities, which turn pictures into tokens and tensors; their name is a type of models.
+
+        .. code-block:: python
+
+            from agl.contracts import ModalityEntry
+
+
+            @agl.hookimpl
+            def agl_modalities():
+                yield ModalityEntry(name="transformers", factory="agl_vision.modality:TransformersVision")
         """
 
     @hookspec

@@ -29,6 +29,7 @@ from agl_gateway.record.traces import TracesApi
 from agl_gateway.relay.bodies import BodyReader, ByteBudget
 from agl_gateway.relay.callers import HelperRules, Owners
 from agl_gateway.relay.dispatcher import Dispatcher, Handle
+from agl_gateway.relay.pictures import Pictures
 from agl_gateway.relay.relay import Relay
 from agl_gateway.relay.routing import Router
 from agl_gateway.relay.sampling import SamplingRules
@@ -163,6 +164,7 @@ class GatewayService:
             bodies=BodyReader(patience_s=settings.body_s, budget=self._budget, max_body=settings.max_body),
             audit=Audit(Path(settings.audit_log) if settings.audit_log else None),
         )
+        self._pictures = Pictures(settings.fetch_media, self._budget) if settings.fetch_media else None
         self.relay = Relay(
             bodies=self._admission.bodies,
             owners=Owners(
@@ -181,6 +183,7 @@ class GatewayService:
                 max_answer=settings.max_answer,
             ),
             recorder=self.recorder,
+            pictures=self._pictures,
         )
         self.routes: tuple[str, ...] = ()
         self._runner: web.ServerRunner | None = None
@@ -268,6 +271,8 @@ class GatewayService:
             await self._presence.leave(left)
         await self.siblings.close()
         await self.session.close()
+        if self._pictures is not None:
+            await self._pictures.close()
         self._pool.close()
         self._admission.bodies.close()
         return left

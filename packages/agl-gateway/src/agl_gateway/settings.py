@@ -36,6 +36,9 @@ class EmbeddedSettings:
         spool_after_s: Seconds that the store may take for a call before the call goes to the spool, if there is one.
         native_apis: Pass calls of this API unchanged to policies in training; use it if their server returns token ids
             in this API. Otherwise such calls are translated to chat completions. Repeatable.
+        fetch_media: Host such as ``example.com``, from which, as from those below it, the gateway fetches the pictures
+            that requests name by URL. The URLs of other hosts go to the model's server as they are, and such calls do
+            not train. Repeatable.
     """
 
     host: str = "127.0.0.1"
@@ -53,6 +56,7 @@ class EmbeddedSettings:
     helper_match: str = ""
     spool_after_s: float = 0.05
     native_apis: tuple[str, ...] = ()
+    fetch_media: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

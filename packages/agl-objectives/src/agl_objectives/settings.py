@@ -95,12 +95,14 @@ class Optim(Adam, frozen=True, kw_only=True):
         moments: `float32`, or `8bit` for a quarter of the memory of both moments.
         max_nonfinite: Largest number of updates in a row that are skipped because their gradient is not finite; one
             more ends the run.
+        trains_vision: Whether the vision tower of a model that reads pictures trains too; otherwise it is frozen.
     """
 
     warmup: Whole = 0
     decay: Decay = "constant"
     moments: Literal["float32", "8bit"] = "float32"
     max_nonfinite: Whole = 3
+    trains_vision: bool = False
 
 
 class Lora(Settings, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """Answers reads within one read transaction, outside of the writer's thread."""
 
+import sys
 from itertools import islice, product
 from typing import Any
 
@@ -239,9 +240,9 @@ class PostgresReads:
         rows = self._all("SELECT value FROM documents WHERE key = %b", key)
         return rows[0][0] if rows else None
 
-    def scan(self, start: bytes, stop: bytes) -> list[tuple[bytes, bytes]]:
-        rows = self._all("SELECT key, value FROM documents WHERE key >= %b AND key < %b ORDER BY key", start, stop)
-        return [(key, value) for key, value in rows]
+    def scan(self, start: bytes, stop: bytes, *, limit: int = sys.maxsize) -> list[tuple[bytes, bytes]]:
+        sql = "SELECT key, value FROM documents WHERE key >= %b AND key < %b ORDER BY key LIMIT %s"
+        return [(key, value) for key, value in self._all(sql, start, stop, limit)]
 
     def metrics(self, experiment: str, *, name: str | None = None, run: int | None = None) -> list[Metric]:
         asked = {key: value for key, value in (("name", name), ("run", run)) if value is not None}

@@ -1,5 +1,6 @@
 """Answers reads by scripts; each script sees the store at one moment."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
@@ -178,13 +179,13 @@ class RedisReads:
     def get(self, key: bytes) -> bytes | None:
         return self._server.run("HGET", f"{self._base}d", key)
 
-    def scan(self, start: bytes, stop: bytes) -> list[tuple[bytes, bytes]]:
+    def scan(self, start: bytes, stop: bytes, *, limit: int = sys.maxsize) -> list[tuple[bytes, bytes]]:
         found: list[tuple[bytes, bytes]] = []
         first = b"[" + start
         while True:
-            row = call(self._server, "scan", self._base, first, b"(" + stop, _DOCUMENTS)
+            row = call(self._server, "scan", self._base, first, b"(" + stop, min(_DOCUMENTS, limit - len(found)))
             found += zip(row[::2], row[1::2], strict=True)
-            if len(row) < 2 * _DOCUMENTS:
+            if len(row) < 2 * _DOCUMENTS or len(found) >= limit:
                 return found
             first = b"(" + row[-2]
 

@@ -232,9 +232,9 @@ class SQLiteReads:
         row = self._db.execute("SELECT value FROM documents WHERE key = ?", (key,)).fetchone()
         return row and row[0]
 
-    def scan(self, start: bytes, stop: bytes) -> list[tuple[bytes, bytes]]:
-        sql = "SELECT key, value FROM documents WHERE key >= ? AND key < ? ORDER BY key"
-        return self._db.execute(sql, (start, stop)).fetchall()
+    def scan(self, start: bytes, stop: bytes, *, limit: int = sys.maxsize) -> list[tuple[bytes, bytes]]:
+        sql = "SELECT key, value FROM documents WHERE key >= ? AND key < ? ORDER BY key LIMIT ?"
+        return self._db.execute(sql, (start, stop, limit)).fetchall()
 
 
 def _float(value: float | None) -> float:

@@ -48,9 +48,9 @@ class TokenCalls:
 
     Attributes:
         counts: The number of calls with a ``spliced`` prompt and, by reason, of calls whose prompt was sent as text.
-            ``first``: the prompt holds no remembered answer; ``options``: an option needs the chat endpoint;
-            ``template``: the template cannot print an answer as the model wrote it; ``changed``: an earlier part of the
-            conversation was changed; ``tokens``: the tokenizer does not reproduce the new text on its own.
+            ``first``: the prompt holds no remembered answer; ``options``: an option or a picture needs the chat
+            endpoint; ``template``: the template cannot print an answer as the model wrote it; ``changed``: an earlier
+            part of the conversation was changed; ``tokens``: the tokenizer does not reproduce the new text on its own.
     """
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
@@ -92,8 +92,9 @@ class TokenCalls:
         else:
             self.counts["spliced"] += 1
             found = await _generated(server, body, rendered, ids)
-        with suppress(AnswerError, aiohttp.ClientError, OSError):  # the answer itself is complete
-            await self._remember(server, found, text)
+        if messages_of(body):  # tokens of pictures are nothing without the pictures
+            with suppress(AnswerError, aiohttp.ClientError, OSError):  # the answer itself is complete
+                await self._remember(server, found, text)
         return found
 
     async def _spliced(self, server: "_Server", body: Mapping[str, Any]) -> tuple[list[int], str, dict[str, Any]]:

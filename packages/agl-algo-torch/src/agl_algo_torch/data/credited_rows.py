@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from agl.contracts import CallUse, Credit
     from agl.schemas import Episode
+    from agl_algo_torch.learner.pictures import Pictures
     from agl_objectives.contract import Estimator
     from agl_objectives.groups import Baseline
     from agl_objectives.registry import FoundEstimator
@@ -88,12 +89,14 @@ def prepare(
     mask_truncated: bool = False,
     overlong: SoftOverlong = NO_PUNISHMENT,
     baselines: Sequence[Baseline] = (),
+    pictures: Pictures | None = None,
 ) -> PreparedBatch:
     """Return samples with advantages for groups of episodes that share a task.
 
     A call whose credit says `is_advantage` keeps its value as the advantage. Rows without a trained token are left out.
     With `mask_truncated`, calls that were cut at a token limit count in the statistics but are not trained.
     `overlong` lowers the credit of long answers. `baselines` has one entry per group, from the group's greedy rollout.
+    `pictures` has those of the episodes, if the policy reads any.
     """
     episodes = [episode for group in groups for episode in group]
     # Credit is assigned one group at a time, because a credit may compare the rollouts of one task only.
@@ -113,7 +116,7 @@ def prepare(
     for episode, by_span in zip(episodes, advantages, strict=True):
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
         # A shared prefix is in every row but trains in one row only, so a row may have no trained token.
-        rows = [from_row(row, advantages=by_span, temperatures=temperatures) for row in episode.rows]
+        rows = [from_row(row, advantages=by_span, temperatures=temperatures, pictures=pictures) for row in episode.rows]
         samples += [row for row in rows if row.trained_tokens]
     final = sum(call.is_advantage for calls in credits for call in calls)
     given = [{call.span_id: call.value for call in calls} for calls in credits]
@@ -128,14 +131,17 @@ def prepare(
     )
 
 
-def live_rows(episode: Episode, *, advantage: float = 1.0, has_temperature: bool = True) -> list[RowSample]:
+def live_rows(
+    episode: Episode, *, advantage: float = 1.0, has_temperature: bool = True, pictures: Pictures | None = None
+) -> list[RowSample]:
     """Return the rows of an episode that have trained tokens; all trained tokens get the same `advantage`.
 
     With `has_temperature` log-probabilities are taken at the sampling temperature, otherwise at temperature 1.
+    `pictures` has those of the episode, if the policy reads any.
     """
     live = {call.span_id: advantage for call in episode.transitions if not call.reject}
     temperatures = {call.span_id: call.temperature for call in episode.transitions} if has_temperature else None
-    rows = [from_row(row, advantages=live, temperatures=temperatures) for row in episode.rows]
+    rows = [from_row(row, advantages=live, temperatures=temperatures, pictures=pictures) for row in episode.rows]
     return [row for row in rows if row.trained_tokens]
 
 

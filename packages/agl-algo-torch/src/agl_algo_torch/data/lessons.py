@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from agl.schemas import Episode, Span, Transition
     from agl_algo_torch.data.credited_rows import PreparedBatch
     from agl_algo_torch.learner.model import LoadedModel
+    from agl_algo_torch.learner.pictures import Pictures
 
 _REASONS = {
     "nothing": "nothing was said about its rollout, and no sibling succeeded",
@@ -149,13 +150,16 @@ class Teaching:
         store: The store with the spans of the rollouts.
         loaded: The model in training.
         teacher: The settings of the lessons.
+        pictures: The pictures of the rollouts, if the model reads any.
 
     Raises:
         ConfigError: A lesson cannot be inserted with the model's chat template.
     """
 
-    def __init__(self, store: Store, loaded: LoadedModel, teacher: SelfTeacher) -> None:
-        self._store, self._teacher, self._most = store, teacher, loaded.context_length
+    def __init__(
+        self, store: Store, loaded: LoadedModel, teacher: SelfTeacher, *, pictures: Pictures | None = None
+    ) -> None:
+        self._store, self._teacher, self._most, self._pictures = store, teacher, loaded.context_length, pictures
         self._retelling = Retelling(loaded.tokenizer, max_tokens=teacher.max_tokens)
         self._known: dict[tuple[str, ...], Lessons] = {}
 
@@ -201,7 +205,8 @@ class Teaching:
                     taught[call.span_id] = sample
             found.untaught[episode.rollout.rollout_id] = untaught
             found.counts.update(taught=len(taught), **Counter(untaught.values()))
-            found.rows.extend(_rows(episode, taught, is_solved=self._is_solved(episode) and not said))
+            is_solved = self._is_solved(episode) and not said
+            found.rows.extend(_rows(episode, taught, is_solved=is_solved, pictures=self._pictures))
         return found
 
     async def _spans(self, episode: Episode) -> list[Span]:
@@ -232,17 +237,23 @@ class Teaching:
         if len(prompt) + len(answer) > self._most:
             return "too_long"
         mask = [0] * len(prompt) + [1] * len(answer)
-        return from_tokens(call.rollout_id, [*prompt, *answer], mask, temperature=call.temperature or 1.0)
+        # The lesson comes after all messages, so the pictures stay where they are.
+        pictures = self._pictures.of(call.media) if self._pictures else None
+        return from_tokens(
+            call.rollout_id, [*prompt, *answer], mask, temperature=call.temperature or 1.0, pictures=pictures
+        )
 
 
-def _rows(episode: Episode, taught: Mapping[str, RowSample], *, is_solved: bool) -> list[TaughtRow]:
+def _rows(
+    episode: Episode, taught: Mapping[str, RowSample], *, is_solved: bool, pictures: Pictures | None
+) -> list[TaughtRow]:
     """Return the rows of an episode that contain a call in `taught`, which maps span ids to the teacher's samples."""
     temperatures = {call.span_id: call.temperature for call in episode.transitions}
     rows: list[TaughtRow] = []
     for row in episode.rows:
         calls = [part.span_id for part in row.segments if part.span_id in taught]
         if calls:
-            policy = from_row(row, advantages=dict.fromkeys(calls, 1.0), temperatures=temperatures)
+            policy = from_row(row, advantages=dict.fromkeys(calls, 1.0), temperatures=temperatures, pictures=pictures)
             teacher = tuple(taught[span_id] for span_id in calls)
             rows.append(TaughtRow(policy=policy, teacher=teacher, is_solved=is_solved))
     return rows

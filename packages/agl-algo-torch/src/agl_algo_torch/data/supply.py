@@ -162,8 +162,7 @@ class Supplied:
         supply setting has an effect.
         """
         self._context = context
-        self._tuned.begin(context)
-        self._supply.begin(context)
+        self._supply.begin(self._tuned.begin(context))
 
     def state(self) -> Mapping[str, Json]:
         """Return the states of the supply (`RolloutSupply.state`) and of the tuned policy (`TunedPolicy.state`)."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from agl.schemas import Episode, Transition
+    from agl_algo_torch.learner.pictures import Pictures
     from agl_algo_torch.learner.policy_learner import PolicyLearner
     from agl_algo_torch.learner.tuned_policy import TunedPolicy
 
@@ -46,10 +47,14 @@ class Anchor:
         """True if the anchor's coefficient is above 0; then the policy at the start must be kept as the reference."""
         return self._coef > 0
 
-    def rows(self, episodes: Sequence[Episode], *, policy: str) -> list[RowSample]:
-        """Return a row for each call that the policy answered for an untrained agent; empty if the anchor is off."""
+    def rows(self, episodes: Sequence[Episode], *, policy: str, pictures: Pictures | None = None) -> list[RowSample]:
+        """Return a row for each call that the policy answered for an untrained agent; empty if the anchor is off.
+
+        Calls with pictures that are not at hand are left out.
+        """
         calls = [call for episode in episodes for call in episode.transitions] if self.is_on else []
-        return [_row(call) for call in calls if _is_held(call, policy)]
+        rows = [(call, _row(call, pictures)) for call in calls if _is_held(call, policy)]
+        return [row for call, row in rows if row.pictures or not call.media]
 
     def add_gradient(
         self, learner: PolicyLearner, tuned: TunedPolicy, rows: Sequence[RowSample], *, rollouts: Collection[str]
@@ -79,7 +84,8 @@ def _is_held(call: Transition, policy: str) -> bool:
     return call.reject == "not_selected" and call.policy == policy and bool(call.prompt_ids and call.response_ids)
 
 
-def _row(call: Transition) -> RowSample:
+def _row(call: Transition, pictures: Pictures | None) -> RowSample:
     prompt, answer = unpack_ids(call.prompt_ids), unpack_ids(call.response_ids)
     mask = [0] * len(prompt) + [1] * len(answer)
-    return from_tokens(call.rollout_id, [*prompt, *answer], mask, temperature=call.temperature or 1.0)
+    own = pictures.of(call.media) if pictures else None
+    return from_tokens(call.rollout_id, [*prompt, *answer], mask, temperature=call.temperature or 1.0, pictures=own)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from agl_algo_torch.learner.model import computing
 from agl_algo_torch.learner.packing import packed_inputs, packs_rows
+from agl_algo_torch.learner.pictures import picture_inputs
 from agl_algo_torch.learner.scoring import (
     Scores,
     Wanted,
@@ -26,6 +27,7 @@ from agl_algo_torch.learner.scoring import (
     score_hidden,
     trunk,
     whole_logits,
+    without_banned,
 )
 from agl_algo_torch.learner.typed_torch import from_bytes, split_sizes
 from agl_objectives.contract import TokenBatch
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from agl.schemas import Row, Segment
+    from agl_algo_torch.learner.pictures import Pictures, RowPictures
 
 __all__ = ["MicroBatch", "RowSample", "from_row", "from_tokens"]
 
@@ -49,6 +52,7 @@ class RowSample:
     were computed. `importance` has weights that were computed in advance, over whole rollouts or for a replayed row.
     `extras` has the values that a loss found in its survey of the update, by name.
     `parts` has the segments of the calls that sampled the trained tokens, if they are known.
+    `pictures` has the pictures that tokens of the row stand for; those tokens are never trained.
     """
 
     rollout: str
@@ -61,6 +65,7 @@ class RowSample:
     importance: Tensor | None = None  # [T] float32
     extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # [T] each
     parts: tuple[Segment, ...] = ()
+    pictures: RowPictures | None = None
 
     @property
     def trained_tokens(self) -> int:
@@ -81,12 +86,17 @@ class RowSample:
 
 
 def from_row(
-    row: Row, *, advantages: Mapping[str, float], temperatures: Mapping[str, float] | None = None
+    row: Row,
+    *,
+    advantages: Mapping[str, float],
+    temperatures: Mapping[str, float] | None = None,
+    pictures: Pictures | None = None,
 ) -> RowSample:
     """Return the sample of a row; `advantages` and `temperatures` map the span ids of the row's segments.
 
     A segment without an advantage (its call was rejected or not selected) is not trained: its mask becomes 0.
     A missing temperature counts as 1, and so does 0, the temperature of greedy decoding.
+    `pictures` has those of the row, if the model reads any.
     """
     ids_T = from_bytes(row.ids, kind="<i4", dtype=torch.int64)
     mask_T = torch.zeros(len(ids_T), dtype=torch.bool)  # not the row's own mask: some segments have no advantage
@@ -107,10 +117,18 @@ def from_row(
         behaviour=behaviour_T,
         temperature=temperature_T,
         parts=tuple(part for part in row.segments if part.span_id in advantages),
+        pictures=pictures.of(row.media) if pictures else None,
     )
 
 
-def from_tokens(rollout: str, ids: Sequence[int], mask: Sequence[int], *, temperature: float = 1.0) -> RowSample:
+def from_tokens(
+    rollout: str,
+    ids: Sequence[int],
+    mask: Sequence[int],
+    *,
+    temperature: float = 1.0,
+    pictures: RowPictures | None = None,
+) -> RowSample:
     """Return a sample for supervised training, in which every token with mask 1 has the advantage 1."""
     mask_T = torch.tensor(mask, dtype=torch.bool)
     return RowSample(
@@ -120,6 +138,7 @@ def from_tokens(rollout: str, ids: Sequence[int], mask: Sequence[int], *, temper
         advantages=mask_T.float(),
         behaviour=torch.zeros(len(ids)),  # nobody sampled it; no supervised loss reads this
         temperature=torch.full((len(ids),), temperature),
+        pictures=pictures,
     )
 
 
@@ -164,7 +183,7 @@ class MicroBatch:
         if has_plain_head(model):
             return apply_head(model, self._hidden(model))
         with computing(model):
-            return self.run(whole_logits(model))
+            return without_banned(model, self.run(whole_logits(model)))
 
     def logprobs(self, model: nn.Module) -> Tensor:
         """Run the model and return the log-probability of each trained token at its sampling temperature, [M]."""
@@ -176,11 +195,14 @@ class MicroBatch:
         `network` takes the inputs of a Hugging Face model and returns an output for every position: [B, T, ...] for
         padded rows, [1, N, ...] for packed rows.
         """
+        rows, ids = [sample.pictures for sample in self.samples], split_sizes(self.ids_N, self.lengths)
+        pictures = picture_inputs(rows, ids, is_packed=self.is_packed)
         if self.is_packed:
-            return network(**packed_inputs(self.ids_N, self.lengths))[0][self.predicts_N]  # [N, ...] -> [M, ...]
-        # Padding is on the right, so positions count from 0 in every row and no position ids are needed.
+            inputs = packed_inputs(self.ids_N, self.lengths) | pictures
+            return network(**inputs)[0][self.predicts_N]  # [N, ...] -> [M, ...]
+        # Padding is on the right, so positions count from 0 in every row and text needs no position ids.
         attention_B_T = self._padded(torch.ones_like(self.ids_N))
-        values = network(input_ids=self._padded(self.ids_N), attention_mask=attention_B_T, use_cache=False)
+        values = network(input_ids=self._padded(self.ids_N), attention_mask=attention_B_T, use_cache=False, **pictures)
         return values[self._padded(self.predicts_N)]  # [B, T, ...] -> [M, ...]; padding predicts nothing
 
     def _hidden(self, model: nn.Module) -> Tensor:

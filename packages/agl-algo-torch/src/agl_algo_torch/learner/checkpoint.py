@@ -43,7 +43,8 @@ STATE_FILE = "state.json"
 def save_served(loaded: LoadedModel, target: Path) -> Weights:
     """Write the weights for a policy server to `target`, and return the resource that names the files.
 
-    Full weights are written as a Hugging Face directory with the tokenizer, in the type that the model computes in.
+    Full weights are written as a Hugging Face directory with the tokenizer and the settings of a picture processor, in
+    the type that the model computes in.
     LoRA is written as a peft adapter that names its base model. The directory also gets a probe
     (`agl.schemas.WeightsProbe`): the model's log-probabilities of a fixed text, by which a server of these weights can
     be checked; an adapter on a quantised base gets none, because the server has the base as it was.
@@ -57,6 +58,8 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
         with no_bars():
             model.save_pretrained(directory, **options)
         loaded.tokenizer.save_pretrained(directory)
+        for name, content in loaded.processor_files.items():
+            (directory / name).write_bytes(content)
         if not quantized_layers(model) and (probe := make_probe(loaded)) is not None:
             write_probe(directory, probe)
 

@@ -45,7 +45,7 @@ class ValueModel(nn.Module):
         super().__init__()
         whole = cast("Any", language_model)
         self.trunk: nn.Module = whole.base_model
-        self.head = nn.Linear(whole.config.hidden_size, 1)
+        self.head = nn.Linear(whole.config.get_text_config().hidden_size, 1)
         # With V = 0 the first advantages are the returns themselves and not the noise of a random head.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

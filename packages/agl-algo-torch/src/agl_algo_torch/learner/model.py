@@ -1,6 +1,7 @@
 """Loads a causal language model for training, with full weights or a LoRA adapter, and gives the weights to serve.
 
-A model is a directory or hub name in Hugging Face's format; nothing here knows an architecture.
+A model is a directory or hub name in Hugging Face's format; nothing here knows an architecture. It may read pictures
+too; its vision tower, the network that turns pixels into states, is then frozen unless the settings train it.
 Optimizers are in `optim`, files on disk in `checkpoint`, sampling in `engine`.
 
 Limits: one device.
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping  # noqa: TC003 - the check of a policy's parameters resolves it
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +21,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from agl import PluginManager
+from agl.contracts import Modality  # noqa: TC001 - the check of a policy's parameters resolves it
 from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_algo_torch.learner.quantized import quantize, quantized_layers
@@ -38,23 +42,32 @@ _COMPUTED = "agl_computed_dtype"
 _CHECKPOINTS = "agl_checkpoints_gradients"
 """Name of an attribute that is true for a model with gradient checkpointing."""
 
+BANNED = "agl_banned_ids"
+"""Name of an attribute with the ids of tokens that stand for pictures, [K] int64; absent in models of text."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A causal LM and its tokenizer on one device; `name` is the directory or hub name from which it was loaded."""
+    """A causal LM and its tokenizer on one device; `name` is the directory or hub name from which it was loaded.
+
+    `processor_files` has the settings of the picture processor, by file name; it is empty for a model of text.
+    `modality` reads pictures; it is None for a model of text, and where no plugin reads pictures.
+    """
 
     name: str
     model: nn.Module
     tokenizer: Any
     device: torch.device
+    processor_files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    modality: Modality | None = None
 
     @property
     def context_length(self) -> int:
         """Largest number of tokens, prompt plus response, for which the model has positions."""
         config = cast("Any", self.model).config
-        return int(config.max_position_embeddings)
+        return int(config.get_text_config().max_position_embeddings)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -96,7 +109,7 @@ def load_model(
 
     Raises ConfigError if `dtype` is unknown, the model is damaged or cannot be read, or it has no chat template.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown for model {path!r}. Use one of: {', '.join(DTYPES)}.")
@@ -108,7 +121,8 @@ def load_model(
         with no_bars():
             tokenizer = cast("Any", AutoTokenizer).from_pretrained(path)
             # A pickle from elsewhere is never read.
-            model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=held, use_safetensors=True)
+            architecture = _architecture(cast("Any", AutoConfig).from_pretrained(path))
+            model = architecture.from_pretrained(path, dtype=held, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The model {path!r} cannot be loaded: {error}. "
@@ -124,7 +138,52 @@ def load_model(
         quantize(model, device=where)
     if held != DTYPES[dtype]:
         setattr(model, _COMPUTED, DTYPES[dtype])
-    return LoadedModel(name=path, model=model.to(where).eval(), tokenizer=tokenizer, device=where)
+    files = _processor_files(path) if vision_tower(model) is not None else {}
+    modality = _modality(path, model.config.model_type) if files else None
+    if modality is not None:
+        setattr(model, BANNED, torch.tensor(sorted(modality.banned)))
+    return LoadedModel(
+        name=path,
+        model=model.to(where).eval(),
+        tokenizer=tokenizer,
+        device=where,
+        processor_files=files,
+        modality=modality,
+    )
+
+
+def _modality(path: str, model_type: str) -> Modality | None:
+    """Return the modality of the model's type, else that of transformers' processors; None if neither is installed."""
+    plugins = PluginManager.from_environment()
+    entries = {entry.name: entry for entry in plugins.entries("modality")}
+    entry = entries.get(model_type.replace("_", "-")) or entries.get("transformers")
+    return plugins.build(entry, model=path) if entry else None
+
+
+def _processor_files(path: str) -> dict[str, bytes]:
+    """Return the files with the settings of a model's processors, which weights that are saved later need again."""
+    from transformers.utils import hub
+
+    find = partial(cast("Any", hub).cached_file, path, _raise_exceptions_for_missing_entries=False)
+    names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+    found = {name: find(name) for name in names}
+    return {name: Path(file).read_bytes() for name, file in found.items() if file is not None}
+
+
+def _architecture(config: Any) -> Any:
+    """Return the class of transformers that loads a language model with its head and any vision tower."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
+def vision_tower(model: nn.Module) -> nn.Module | None:
+    """Return the network of a Hugging Face model that reads pixels; None for a model of text."""
+    base: Any = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base.config, "vision_config"):
+        return None
+    found = base.get_encoder("image")
+    return None if found is base or found is base.base_model else found
 
 
 @contextmanager
@@ -228,7 +287,10 @@ def check_whole(model: str) -> None:
 
 
 def add_lora(model: nn.Module, settings: Lora) -> nn.Module:
-    """Return `model` with trainable adapters and frozen base weights, in evaluation mode (needs the extra `lora`)."""
+    """Return `model` with trainable adapters and frozen base weights, in evaluation mode (needs the extra `lora`).
+
+    A vision tower gets no adapters.
+    """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -240,9 +302,16 @@ def add_lora(model: nn.Module, settings: Lora) -> nn.Module:
         r=settings.rank,
         lora_alpha=cast("int", settings.alpha),
         target_modules="all-linear" if every else list(settings.targets),
+        exclude_modules=_inside_vision_tower(model),
         task_type="CAUSAL_LM",
     )
     return cast("nn.Module", get_peft_model(cast("Any", model), config)).eval()  # peft's own dropout is on at first
+
+
+def _inside_vision_tower(model: nn.Module) -> str | None:
+    """Return a regular expression for the names of the vision tower's modules; None without a tower."""
+    tower = vision_tower(model)
+    return next((rf"{re.escape(name)}\..*" for name, module in modules(model) if module is tower), None)
 
 
 def open_adapter(model: nn.Module, path: str, *, settings: Lora) -> nn.Module:
@@ -315,10 +384,11 @@ def _check_adapter(adapted: Any, found: Any, settings: Lora, path: str) -> None:
 
 
 def _left_out(adapted: Any) -> list[str]:
-    """Return the names of the linear layers, except the head, that have no adapter."""
+    """Return the names of the linear layers, except the head and the vision tower's, that have no adapter."""
     base = adapted.get_base_model()
     head = base.get_output_embeddings()
-    adapters = [module for _, module in modules(base) if hasattr(module, "get_delta_weight")]
+    tower = vision_tower(base)
+    adapters = [module for _, module in modules(base) if hasattr(module, "get_delta_weight") or module is tower]
     inside = {id(part) for adapter in adapters for _, part in modules(adapter)}
     return [
         name

@@ -74,13 +74,24 @@ def packed_inputs(ids_N: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
 
 def _is_plain(base: Any) -> bool:
     """Return true if every layer uses torch's attention over all earlier tokens."""
-    config: Any = getattr(base, "config", None)
-    if config is None or config._attn_implementation not in ("sdpa", _ATTENTION):
+    if not hasattr(base, "config") or _attention_of(base) not in ("sdpa", _ATTENTION):
         return False
     # Imported here, because it imports transformers, which takes seconds, and a check of settings needs neither.
     from agl_algo_torch.serving.kvcache import has_sliding_window
 
-    return not has_sliding_window(base) and getattr(config.get_text_config(), "attention_chunk_size", None) is None
+    config: Any = base.config.get_text_config()
+    return not has_sliding_window(base) and getattr(config, "attention_chunk_size", None) is None
+
+
+def _attention_of(base: Any) -> str:
+    """Return the name of the attention function of the language model."""
+    return base.config.get_text_config()._attn_implementation
+
+
+def _set_attention(base: Any, name: str) -> None:
+    """Set the attention function of the language model; a vision tower keeps its own, which sees whole pictures."""
+    has_tower = base.config.get_text_config() is not base.config
+    base.set_attn_implementation({"text_config": name} if has_tower else name)
 
 
 def _takes(base: Any, model: nn.Module) -> bool:
@@ -89,14 +100,14 @@ def _takes(base: Any, model: nn.Module) -> bool:
     If they do not, the model's own attention is restored.
     """
     _register()
-    before = base.config._attn_implementation
-    base.set_attn_implementation(_ATTENTION)
+    before = _attention_of(base)
+    _set_attention(base, _ATTENTION)
     try:
-        is_taken = base.config._attn_implementation == _ATTENTION and _agrees(model)
+        is_taken = _attention_of(base) == _ATTENTION and _agrees(model)
     except (TypeError, ValueError, RuntimeError):  # the model takes no position ids, or none of our arguments
         is_taken = False
     if not is_taken:
-        base.set_attn_implementation(before)
+        _set_attention(base, before)
     return is_taken
 
 

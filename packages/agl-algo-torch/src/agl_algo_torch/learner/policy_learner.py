@@ -28,6 +28,7 @@ from agl_algo_torch.learner.model import (
     load_model,
     open_adapter,
     refuse_tied_adapters,
+    vision_tower,
 )
 from agl_algo_torch.learner.optim import apply_gradients, build_optimizer
 from agl_algo_torch.learner.packing import pack, packs_rows
@@ -73,6 +74,11 @@ class LearnerSettings:
             raise ConfigError(
                 f"optim.decay = {self.optim.decay!r} falls to 0 at the last update of the run, and how many updates "
                 "this algorithm makes is not known beforehand. Remove it."
+            )
+        if self.optim.trains_vision and self.lora.rank:
+            raise ConfigError(
+                f"optim.trains_vision is on and lora.rank = {self.lora.rank}, and adapters leave the vision tower as "
+                "it is. Remove one of them."
             )
 
 
@@ -247,6 +253,8 @@ def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
         model = open_adapter(loaded.model, origin.uri, settings=settings.lora)
     if has_lora:
         refuse_tied_adapters(model)
+    elif not settings.optim.trains_vision and (tower := vision_tower(model)) is not None:
+        tower.requires_grad_(requires_grad=False)
     return replace(loaded, model=model)
 
 

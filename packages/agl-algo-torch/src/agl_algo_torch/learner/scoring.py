@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from agl_algo_torch.learner.model import computing, has_lora
+from agl_algo_torch.learner.model import BANNED, computing, has_lora
 from agl_algo_torch.learner.typed_torch import recomputed, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+
+_NEVER = -1e4
+"""A logit that gives probability 0 at any temperature, and no NaN in an entropy as minus infinity would."""
 
 _PLAIN = "agl_plain_head"
 """Name of an attribute that is true for a model with a plain head."""
@@ -106,7 +109,13 @@ def _joined(parts: list[Scores]) -> Scores:
 def apply_head(model: nn.Module, hidden_M_H: Tensor) -> Tensor:
     """Return the head's logits for M hidden states, [M, V]; needs a plain head."""
     with computing(model):
-        return _head(model)(hidden_M_H)
+        return without_banned(model, _head(model)(hidden_M_H))
+
+
+def without_banned(model: nn.Module, logits_M_V: Tensor) -> Tensor:
+    """Return the logits of the policy, which never samples tokens that stand for pictures: these get probability 0."""
+    banned_K = getattr(model, BANNED, None)
+    return logits_M_V if banned_K is None else logits_M_V.index_fill(-1, banned_K.to(logits_M_V.device), _NEVER)
 
 
 def trunk(model: nn.Module) -> Callable[..., Tensor]:

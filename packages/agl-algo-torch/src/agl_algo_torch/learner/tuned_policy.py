@@ -11,22 +11,23 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from agl.contracts import StepReport
+from agl.contracts import Collected, Recorded, StepReport
 from agl.errors import ConfigError
 from agl.schemas import Weights, to_builtins
 from agl_algo_torch.learner.checkpoint import STATE_FILE, keep_start, read_origin
 from agl_algo_torch.learner.model import Reference
+from agl_algo_torch.learner.pictures import Pictures
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.learner.replay import REPLAY_FILE
 from agl_objectives.directories import damage
 from agl_objectives.saving import LiveAtSaves, SaveInterval, begin_saving, offer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from agl.contracts import AlgorithmContext, CallUse
     from agl.schemas import Json, ResourceVersion
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     """Writes an algorithm's own files of a step, and removes old ones except those of the given steps."""
 
 __all__ = ["TunedPolicy"]
+
+C = TypeVar("C", Collected, Recorded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,9 @@ class TunedPolicy:
         has_reference: Whether `reference` is needed: the policy at this algorithm's start, also in a resumed run.
             Without LoRA the copy of the weights takes memory only from its first use.
         others: Writes the algorithm's own files next to a checkpoint.
+
+    Attributes:
+        pictures: The pictures of the step's rollouts; None for a model of text.
     """
 
     def __init__(
@@ -86,11 +92,12 @@ class TunedPolicy:
         self._untouched = -1  # the learner's updates while it still has the weights of its origin; -1 for never
         self._opened = ""  # the version that `_learner` was opened from
         self._said = set[str]()
+        self.pictures: Pictures | None = None
         self._rate = 1.0  # factor of the learning rate, smaller after each time that training went back
         self._behind: Behind | None = None  # the older checkpoint that training went back to, until the next one
 
-    def begin(self, context: AlgorithmContext, *, publishes_steps: bool = True) -> None:
-        """Prepare the policy for a run.
+    def begin(self, context: AlgorithmContext, *, publishes_steps: bool = True) -> AlgorithmContext:
+        """Prepare the policy for a run; returns the context whose rollouts are ready to train, with their pictures.
 
         Raises ConfigError unless exactly one policy is tuned and its weights can be trained in this process.
         `publishes_steps` is false for an algorithm that does not publish in every step.
@@ -106,6 +113,21 @@ class TunedPolicy:
             save_every=self._saving.save_every,
             serves=self.name if publishes_steps else "",
         )
+
+        async def collect(tasks: Sequence[Json], **options: Any) -> Collected:
+            return await self._ready(await context.collect(tasks, **options))
+
+        async def recorded(**options: Any) -> Recorded:
+            return await self._ready(await context.recorded(**options))
+
+        return replace(context, collect=collect, recorded=recorded)
+
+    async def _ready(self, found: C) -> C:
+        """Read the pictures of the rollouts, if the policy reads any."""
+        if self.pictures is None:
+            return found
+        episodes = await self.pictures.ready(self._context.store, found.episodes)
+        return msgspec.structs.replace(found, episodes=tuple(episodes))
 
     @property
     def rate(self) -> float:
@@ -134,6 +156,10 @@ class TunedPolicy:
             self._learner = await asyncio.to_thread(self._open, version)
             self._opened = version.version
             self._say_notices(self._learner)
+        modality = self._learner.loaded.modality
+        if modality is not None and self.pictures is None:
+            self.pictures = Pictures(modality)
+            self._context.reads(modality.processor)
         return self._learner
 
     def start_updates(self) -> None:
@@ -150,6 +176,8 @@ class TunedPolicy:
         published = (await self._publish(step),) if has_moved else ()
         self.step, self.updates, self._is_moving, self._behind = step, learner.updates, False, None
         self._interval.stepped()
+        if self.pictures is not None:
+            self.pictures.forget()
         if notice := learner.skipped.news():
             self._context.say(notice)
         if self._context.defer is None:
@@ -361,10 +389,10 @@ class OnPolicy:
     async def setup(self, context: AlgorithmContext) -> None:
         """Prepare a run; raises ConfigError unless one policy that can be trained here is tuned and there are tasks."""
         self._context = context
-        self._tuned.begin(context)
+        reading = self._tuned.begin(context)
         if not context.sources:
             check_tasks(context, algorithm=self._tuned.algorithm)
-        self._groups.begin(context)
+        self._groups.begin(reading)
 
     def state(self) -> Mapping[str, Json]:
         """Return the states of the tuned policy (`TunedPolicy.state`) and of the groups (`GroupSampler.state`)."""

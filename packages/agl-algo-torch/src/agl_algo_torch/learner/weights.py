@@ -62,7 +62,7 @@ def serving_copy(loaded: LoadedModel) -> LoadedModel:
         plain = type(base)(base.config).to(device=loaded.device, dtype=base.dtype)
         plain.load_state_dict(served_state(loaded.model))
         base = plain
-    return LoadedModel(name=loaded.name, model=base.eval(), tokenizer=loaded.tokenizer, device=loaded.device)
+    return replace(loaded, model=base.eval())
 
 
 def misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:

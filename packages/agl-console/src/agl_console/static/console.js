@@ -2,6 +2,7 @@
 // Draws figures, reads out tokens, and asks for a page again when the store changed. Tables need none of this.
 
 const drawn = new Map();
+const opened = new Set();
 const STEPS = [...Array(9).keys()].flatMap((power) => [1, 2, 5].map((each) => each * 10 ** power));
 
 function colour(name) {
@@ -22,7 +23,8 @@ function aligned(series) {
 
 function label(line, series) {
   const isOneRun = series.every((other) => other.run === line.run);
-  return isOneRun ? line.algorithm : `${line.run} · ${line.algorithm}`;
+  const name = line.algorithm === "validate" ? "validation" : line.algorithm;
+  return isOneRun ? name : `${line.run} · ${name}`;
 }
 
 // Every figure of a page draws a line of one name in one colour.
@@ -43,38 +45,74 @@ function range(_plot, low, high) {
 }
 
 // The numbers beside an axis, with the digits that tell neighbours apart; uPlot writes three decimals at most.
-function marks(ticks, apart) {
+function ticksOf(ticks, apart) {
   const digits = Math.max(0, Math.ceil(-Math.log10(apart) - 1e-9)) + (/^2\.5|^0\.0*25/.test(String(apart)) ? 1 : 0);
   const plain = new Intl.NumberFormat("en", { minimumFractionDigits: 0, maximumFractionDigits: Math.min(digits, 20) });
   return ticks.map((tick) => (tick !== 0 && apart < 1e-5 ? tick.toExponential(2) : plain.format(tick)));
 }
 
-// A number below a figure.
-function value(_plot, number) {
-  return number === null || number === undefined ? "--" : String(Number(number.toPrecision(4)));
+// A number in the legend with its interval: of the step below the pointer, else the last one.
+function value(plot, number, column, index) {
+  const own = (at) => plot.data[column][at];
+  const place = index ?? plot?.data[0].findLastIndex((_, at) => own(at) !== null) ?? null;
+  const shown = plot ? own(place) : number;
+  if (shown === null || shown === undefined) return "–";
+  const short = (each) => String(Number(each.toPrecision(4)));
+  const [low, high] = plot?.series[column].ends?.map((end) => plot.data[end][place]) ?? [null, null];
+  return low === null || high === null ? short(shown) : `${short(shown)} [${short(low)}, ${short(high)}]`;
+}
+
+const MARKS = { published: "--quiet", best: "--good", back: "--bad", alert: "--busy", shown: "--accent" };
+
+// A published version is a tick on the axis; other events are dashed lines over the whole height.
+function drawMarks(plot, marks) {
+  const { ctx, bbox: { left, top, width, height } } = plot;
+  ctx.save();
+  for (const { place, kind } of marks) {
+    const x = plot.valToPos(place, "x", true);
+    if (x < left || x > left + width) continue;
+    ctx.strokeStyle = colour(MARKS[kind]);
+    ctx.lineWidth = 1.5 * devicePixelRatio;
+    ctx.setLineDash(kind === "published" ? [] : [5 * devicePixelRatio, 4 * devicePixelRatio]);
+    ctx.beginPath();
+    ctx.moveTo(x, top + height);
+    ctx.lineTo(x, kind === "published" ? top + height - 8 * devicePixelRatio : top);
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
+function sizeOf(place) {
+  return { width: place.clientWidth, height: place.closest(".main-chart") ? 320 : 210 };
 }
 
 function draw(figure, strokes) {
   const place = figure.querySelector(".plot");
-  const { series, over } = JSON.parse(figure.querySelector("script").textContent);
+  if (place.closest("details:not([open])")) return;
+  const { series, over, marks } = JSON.parse(figure.querySelector("script").textContent);
   const { places, columns } = aligned(series);
-  const options = { width: place.clientWidth, height: 210, series: [{ label: over }], bands: [] };
+  const options = { ...sizeOf(place), series: [{ label: over, value: (_, at) => at ?? places.at(-1) ?? "–" }], bands: [] };
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
-  options.axes = [{ ...axis, incrs: STEPS }, { ...axis, size: 60, values: (_, ticks, __, ___, apart) => marks(ticks, apart) }];
+  options.axes = [{ ...axis, incrs: STEPS }, { ...axis, size: 60, values: (_, ticks, __, ___, apart) => ticksOf(ticks, apart) }];
   options.scales = { x: { time: false }, y: { range } };
-  options.cursor = { drag: { x: false, y: false } };
+  options.cursor = { drag: { x: true, y: false, dist: 6 }, sync: { key: over } };
+  options.hooks = { draw: [(plot) => drawMarks(plot, marks)], setSeries: [(plot, index, { show }) => {
+    if (show !== undefined) plot.series[index]?.ends?.forEach((end) => plot.setSeries(end, { show }));
+  }] };
   const table = [places];
   series.forEach((line, index) => {
     const stroke = strokes.get(`${line.run}\n${line.algorithm}`);
     const [values, low, high] = columns[index];
     const points = { show: places.length < 60, size: 5, stroke, fill: stroke };
-    const style = { value, spanGaps: true, pxAlign: 0 }; // points on whole pixels would put kinks into straight lines
-    options.series.push({ ...style, label: label(line, series), stroke, width: 2, points });
+    const style = { spanGaps: true, pxAlign: 0 }; // points on whole pixels would put kinks into straight lines
+    const main = { ...style, value, label: label(line, series), stroke, width: 2, points };
+    options.series.push(main);
     table.push(values);
     if (low.some((value) => value !== null)) {
-      options.bands.push({ series: [table.length + 1, table.length], fill: `${stroke}33` });
+      main.ends = [table.length, table.length + 1];
+      options.bands.push({ series: [table.length + 1, table.length], fill: `${stroke}2b` });
       for (const end of [low, high]) {
-        options.series.push({ ...style, label: end === low ? "low" : "high", stroke: `${stroke}55`, width: 1, points: { show: false } });
+        options.series.push({ ...style, class: "end", label: end === low ? "low" : "high", stroke: "transparent", points: { show: false } });
         table.push(end);
       }
     }
@@ -83,6 +121,48 @@ function draw(figure, strokes) {
   const plot = new uPlot(options, table, place);
   plot.over.addEventListener("click", () => openStep(figure, series, plot));
   drawn.set(figure, plot);
+  addDownloads(figure, plot);
+}
+
+// The name of every column of a figure, for people and for files.
+function heads(plot) {
+  let owner = "";
+  return plot.series.map((each) => (each.class === "end" ? `${owner} ${each.label}` : (owner = each.label)));
+}
+
+function asCsv(plot) {
+  const cell = (each) => (each === null || each === undefined ? "" : /[",\n]/.test(each) ? `"${String(each).replaceAll('"', '""')}"` : each);
+  const rows = plot.data[0].map((_, at) => plot.data.map((column) => column[at]));
+  return [heads(plot), ...rows].map((row) => row.map(cell).join(",")).join("\n") + "\n";
+}
+
+function asPng(plot) {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [plot.ctx.canvas.width, plot.ctx.canvas.height];
+  const context = canvas.getContext("2d");
+  context.fillStyle = colour("--back");
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(plot.ctx.canvas, 0, 0);
+  return new Promise((done) => { canvas.toBlob(done); });
+}
+
+function addDownloads(figure, plot) {
+  const name = figure.dataset.figure;
+  const makers = { CSV: async () => new Blob([asCsv(plot)]), PNG: () => asPng(plot) };
+  const list = document.createElement("p");
+  list.className = "downloads";
+  for (const [kind, make] of Object.entries(makers)) {
+    const button = document.createElement("button");
+    Object.assign(button, { type: "button", textContent: kind, title: `Save this chart as ${kind}` });
+    button.addEventListener("click", async () => {
+      const href = URL.createObjectURL(await make());
+      Object.assign(document.createElement("a"), { href, download: `${name}.${kind.toLowerCase()}` }).click();
+      setTimeout(() => URL.revokeObjectURL(href), 10_000);
+    });
+    list.append(button);
+  }
+  figure.querySelector(".downloads")?.remove();
+  figure.append(list);
 }
 
 // The rollouts of the step that was clicked, of the line that is nearest; a figure of several runs leads nowhere.
@@ -100,11 +180,40 @@ function openStep(figure, series, plot) {
 function drawAll() {
   for (const [figure, plot] of drawn) if (!figure.isConnected) { plot.destroy(); drawn.delete(figure); }
   const strokes = colours();
+  document.querySelectorAll("[data-card]").forEach((card) => { card.open = opened.has(card.dataset.card); });
   document.querySelectorAll("[data-figure]").forEach((figure) => { drawn.get(figure)?.destroy(); draw(figure, strokes); });
 }
 
+// A card draws its chart when it is opened, and stays open when the page is asked for again.
+function openCard({ target: card }) {
+  if (card.dataset?.card === undefined) return;
+  opened[card.open ? "add" : "delete"](card.dataset.card);
+  const figure = card.querySelector("[data-figure]");
+  drawn.get(figure)?.destroy();
+  if (card.open) draw(figure, colours());
+}
+
 function fit() {
-  for (const [figure, plot] of drawn) plot.setSize({ width: figure.querySelector(".plot").clientWidth, height: 210 });
+  for (const [figure, plot] of drawn) if (figure.offsetParent) plot.setSize(sizeOf(figure.querySelector(".plot")));
+}
+
+// Pinned runs come first; this browser remembers them.
+function pin() {
+  const pins = new Set(JSON.parse(localStorage.getItem("agl-pins") ?? "[]"));
+  for (const row of [...document.querySelectorAll("[data-run]")].reverse()) {
+    const button = row.querySelector(".pin");
+    const isPinned = pins.has(row.dataset.run);
+    button.hidden = false;
+    button.textContent = isPinned ? "★" : "☆";
+    button.setAttribute("aria-pressed", isPinned);
+    button.onclick = () => {
+      pins[isPinned ? "delete" : "add"](row.dataset.run);
+      localStorage.setItem("agl-pins", JSON.stringify([...pins]));
+      pin();
+      button.focus();
+    };
+    if (isPinned) row.parentElement.prepend(row);
+  }
 }
 
 function readTokens(cells) {
@@ -150,8 +259,10 @@ function watch() {
 }
 
 drawAll();
+pin();
+document.addEventListener("toggle", openCard, true);
 document.querySelectorAll("[data-cells]").forEach(readTokens);
 watch();
 addEventListener("resize", fit);
-document.addEventListener("htmx:after:swap", drawAll);
+document.addEventListener("htmx:after:swap", () => { drawAll(); pin(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

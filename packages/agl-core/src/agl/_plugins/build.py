@@ -24,6 +24,7 @@ CONTRACTS: Mapping[type[Entry], type] = {
     _entries.CreditEntry: contracts.Credit,
     _entries.ExporterEntry: contracts.Exporter,
     _entries.GatewayEntry: contracts.Gateway,
+    _entries.ModalityEntry: contracts.Modality,
     _entries.PolicyEntry: contracts.Policy,
     _entries.RedactorEntry: contracts.Redactor,
     _entries.RewardEntry: contracts.RewardEmitter,

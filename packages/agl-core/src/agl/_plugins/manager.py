@@ -25,6 +25,7 @@ from agl._entries import (
     ExporterEntry,
     GatewayEntry,
     Kind,
+    ModalityEntry,
     PluginState,
     PluginStatus,
     PolicyEntry,
@@ -167,6 +168,10 @@ class PluginManager:
     def policy(self, name: str) -> PolicyEntry:
         """The model server with this name."""
         return self._get(PolicyEntry, name)
+
+    def modality(self, name: str) -> ModalityEntry:
+        """The modality with this name."""
+        return self._get(ModalityEntry, name)
 
     def gateway(self, name: str) -> GatewayEntry:
         """The gateway with this name."""

@@ -8,6 +8,7 @@ from agl._entries import (
     ExporterEntry,
     GatewayEntry,
     Kind,
+    ModalityEntry,
     PluginStatus,
     PolicyEntry,
     RedactorEntry,
@@ -16,6 +17,7 @@ from agl._entries import (
     StoreEntry,
     TracerEntry,
 )
+from agl.contracts._modality import Modality
 from agl.contracts._replay import (
     DIVERGED,
     FORK,
@@ -33,10 +35,20 @@ from agl.contracts._replay import (
     replay_of,
     trains,
 )
-from agl.contracts._serving import POLICY_KEY_ENV, REDACTED, Gateway, Policy, Redactor, ServedModel, VersionedPolicy
+from agl.contracts._serving import (
+    POLICY_KEY_ENV,
+    REDACTED,
+    BlobRedactor,
+    Gateway,
+    Policy,
+    Redactor,
+    ServedModel,
+    VersionedPolicy,
+)
 from agl.contracts._sink import Cell, Exporter, Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
 from agl.contracts._statistics import Moments, Statistics
 from agl.contracts._store import (
+    MAX_BLOB_BYTES,
     PAGE_BYTES,
     Change,
     Count,
@@ -77,6 +89,7 @@ from agl.contracts._training import (
 __all__ = [
     "DIVERGED",
     "FORK",
+    "MAX_BLOB_BYTES",
     "PAGE_BYTES",
     "POLICY_KEY_ENV",
     "REDACTED",
@@ -87,6 +100,7 @@ __all__ = [
     "AlgorithmContext",
     "AlgorithmEntry",
     "AnyPlan",
+    "BlobRedactor",
     "CallUse",
     "CannedAnswer",
     "Cell",
@@ -112,6 +126,8 @@ __all__ = [
     "Kind",
     "LabelMove",
     "Metric",
+    "Modality",
+    "ModalityEntry",
     "Moments",
     "PluginStatus",
     "Policy",

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from agl.contracts._store import Store
 from agl.contracts._tracing import Upstream
-from agl.schemas import LLM, Json, Record, Resource, ResourceVersion
+from agl.schemas import LLM, Blob, Json, Record, Resource, ResourceVersion
 
 # A policy in the experiment's process listens on a port that every user of the machine can reach,
 # so it asks for a key.
@@ -122,5 +122,18 @@ class Redactor(Protocol):
         """Return the text without the parts that must not be stored.
 
         It is called in any thread, for every text of a call, and again for each text that a later call repeats.
+        """
+        ...
+
+
+@runtime_checkable
+class BlobRedactor(Redactor, Protocol):
+    """A redactor that also reads pictures, audio and files; with any other redactor, a gateway stores none of them."""
+
+    def redact_blob(self, blob: Blob) -> bytes | None:
+        """Return the payload as it may be stored, or ``None`` to store only its digest.
+
+        Return ``blob.data`` for a payload without anything to remove: a call trains only if its payloads are stored as
+        the model saw them. It is called in any thread, and rarely again for a payload that later calls repeat.
         """
         ...

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from agl.contracts._statistics import Statistics
 from agl.schemas import (
     Attempt,
+    Blob,
     Claim,
     Int64,
     Json,
@@ -41,6 +42,9 @@ from agl.schemas import (
 # pages of a dozen readers fit into a small machine's memory.
 PAGE_BYTES = 32 << 20
 """Default limit for a page of recordings, in bytes of spans."""
+
+MAX_BLOB_BYTES = 20_000_000
+"""Size of the largest blob that a store accepts, in bytes."""
 
 # 63 bits: SQLite's and PostgreSQL's integers are signed.
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -296,7 +300,7 @@ class Store(Protocol):
         ...
 
     async def delete(self, rollout_ids: Sequence[str]) -> int:
-        """Remove finished rollouts with their attempts and spans; returns the number of removed rollouts.
+        """Remove finished rollouts, their attempts, spans and unshared blobs; returns the number of removed rollouts.
 
         If a rollout is not finished, it raises :class:`~agl.errors.ConflictError` and removes nothing. A rollout whose
         record cannot be read is removed unless it runs; its numbers stay in the statistics, and in the counts of a
@@ -357,6 +361,23 @@ class Store(Protocol):
 
     async def cursor(self) -> int:
         """The cursor of the newest change; 0 if there is no change yet."""
+        ...
+
+    # Pictures and other payloads of model calls
+
+    async def save_blobs(self, blobs: Sequence[Blob]) -> None:
+        """Store payloads, each digest once.
+
+        Save the pictures of a call before its span is appended, and again if an hour has passed since. :meth:`delete`
+        removes a blob once no remaining span's ``ModelCall.media`` refers to it, unless it was saved in the last hour.
+
+        Raises:
+            ConflictError: A digest is not that of its data; nothing is saved.
+            StoreError: A blob is larger than :data:`MAX_BLOB_BYTES`; nothing is saved.
+        """
+
+    async def blobs(self, digests: Sequence[str]) -> list[Blob]:
+        """The stored blobs with these digests, in the order of ``digests``; those that are not stored are left out."""
         ...
 
     # Resources, their labels and scores

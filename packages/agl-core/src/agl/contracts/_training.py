@@ -317,6 +317,8 @@ class AlgorithmContext:
             false if writing may wait, which is not allowed with ``must``, or if an interrupted step has changed the
             state to write. Unsaved steps are repeated after a crash, with the rollouts that they had collected, so
             serving a version that such a step published must not need any file.
+        reads: Names the processor of the pictures that the algorithm can train on, before it collects. Calls with
+            pictures of another processor are rejected as ``non_token_input``; all of them, if it is never called.
         agents: Regular expression for the names of agents whose calls train; ``""`` for all. Calls of other agents are
             rejected as ``not_selected``, even if they use a tuned policy.
         live: Returns the live version of every resource, tuned or not, by the resource's name.
@@ -356,6 +358,7 @@ class AlgorithmContext:
     kept: Callable[[], frozenset[int]] = frozenset
     # None is the safe default: each step then writes every file that its state names.
     defer: Callable[[Callable[[bool], Awaitable[bool]]], None] | None = None
+    reads: Callable[[str], None] = lambda _: None
     agents: str = ""
 
 

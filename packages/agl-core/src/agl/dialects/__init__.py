@@ -8,6 +8,7 @@ do no input or output.
 from agl.dialects._calls import calls_of
 from agl.dialects._conversation import call_messages
 from agl.dialects._exchange import Exchange, dialect_of
+from agl.dialects._media import media_type_of
 from agl.dialects._request import Request, sampled
 from agl.dialects._streamed_message import StreamedCalls, StreamedMessage
 
@@ -19,5 +20,6 @@ __all__ = [
     "call_messages",
     "calls_of",
     "dialect_of",
+    "media_type_of",
     "sampled",
 ]

@@ -12,8 +12,9 @@ from agl.dialects import _messages as messages
 from agl.dialects import _responses as responses
 from agl.dialects._exchange import Answer, Choice, Exchange
 from agl.dialects._foreign import as_dict
-from agl.dialects._request import sampling_of, stored
-from agl.schemas import Dialect, Json, ModelCall, pack_floats, pack_ids
+from agl.dialects._request import sampling_of
+from agl.schemas import Dialect, Json, MediaSpan, ModelCall, pack_floats, pack_ids
+from agl.schemas._media import media_fault
 
 _READERS = {
     "chat": (chat.read_body, chat.read_stream),
@@ -57,7 +58,7 @@ def calls_of(
     if not answer.choices:
         why = "embeddings sample no tokens" if dialect == "embeddings" else f"no answer: {base.error}"
         return [msgspec.structs.replace(base, ids_missing=why)]
-    return [_call(base, choice, want_ids=want_ids) for choice in answer.choices]
+    return [_call(base, answer, choice, want_ids=want_ids) for choice in answer.choices]
 
 
 def _answer(dialect: Dialect, exchange: Exchange) -> Answer:
@@ -102,7 +103,7 @@ def _http_error(exchange: Exchange) -> str:
 def _base(exchange: Exchange, answer: Answer) -> ModelCall:
     """A call with the fields that all choices of an exchange share."""
     dialect, given = exchange.request.dialect, exchange.request.to_dict() or {}
-    request, inputs = stored(exchange.request)
+    request, inputs, _ = exchange.request.stored()
     # A bool, which is an int in Python, and any other value count as 1; backends refuse them.
     asked = given.get("n")
     return ModelCall(
@@ -149,10 +150,11 @@ def _object(data: bytes) -> dict[str, Any]:
         return {}
 
 
-def _call(base: ModelCall, choice: Choice, *, want_ids: bool) -> ModelCall:
+def _call(base: ModelCall, answer: Answer, choice: Choice, *, want_ids: bool) -> ModelCall:
     prompt_ids, response_ids, problem = _pack(choice)
     logprobs, logprob_problem = _pack_logprobs(choice.logprobs or ())
-    problem = problem or logprob_problem or _missing(base.dialect, choice, want_ids=want_ids)
+    media, processor, media_problem = _media(answer, len(prompt_ids) // 4) if answer.prompt_media else ((), "", "")
+    problem = problem or logprob_problem or _missing(base.dialect, choice, want_ids=want_ids) or media_problem
     # A stream may be cut after some choices are complete; each choice answers for itself.
     is_complete = choice.is_finished if base.is_streamed else base.is_complete
     cut = "" if is_complete else "the stream ended before the answer did"
@@ -163,11 +165,24 @@ def _call(base: ModelCall, choice: Choice, *, want_ids: bool) -> ModelCall:
         response_ids=response_ids,
         logprobs=logprobs,
         ids_missing=problem,
+        media=media,
+        processor=processor,
         finish_reason=choice.finish_reason,
         choice=choice.index,
         is_complete=is_complete,
         error=base.error or cut,
     )
+
+
+def _media(answer: Answer, tokens: int) -> tuple[tuple[MediaSpan, ...], str, str]:
+    """The pictures in a prompt, their processor, and the reason why they cannot be read or ``""``."""
+    try:
+        media = msgspec.convert(answer.prompt_media, tuple[MediaSpan, ...])
+        processor = msgspec.convert(answer.processor, str)
+    except msgspec.ValidationError as error:
+        return (), "", f"the backend's prompt_media or processor has another form: {error}"
+    fault = media_fault(media, tokens)
+    return ((), "", f"the backend's prompt_media has {fault}") if fault else (media, processor, "")
 
 
 def _pack(choice: Choice) -> tuple[bytes, bytes, str]:

@@ -55,6 +55,9 @@ class _Chunk(msgspec.Struct, gc=False):
     choices: list[_Choice] = []
     usage: Any = None
     prompt_token_ids: list[int] | None = None
+    # agl's own policy server's: where the pictures of the prompt lie.
+    prompt_media: Any = None
+    processor: Any = None
     model_version: Any = None
     model_versions: Any = None
     weight_versions: Any = None
@@ -82,7 +85,7 @@ def read_body(data: bytes, content_key: ContentKey = "message") -> Answer:
     """Parse the answer in a plain body; raises :class:`msgspec.DecodeError` if the body has no such answer."""
     body = _BODY.decode(data)
     choices = tuple(_plain_choice(body, choice, content_key) for choice in body.choices)
-    return Answer(choices=choices, model_version=_version(body), error=error_text(body.error))
+    return _answer(body, choices, error_text(body.error))
 
 
 def _plain_choice(body: _Body, choice: _Choice, content_key: ContentKey) -> Choice:
@@ -95,6 +98,16 @@ def _plain_choice(body: _Body, choice: _Choice, content_key: ContentKey) -> Choi
         prompt_ids=body.prompt_token_ids if choice.prompt_token_ids is None else choice.prompt_token_ids,
         response_ids=choice.ids(),
         logprobs=choice.logprobs.values() if choice.logprobs is not None else None,
+    )
+
+
+def _answer(body: _Body, choices: tuple[Choice, ...], error: str) -> Answer:
+    return Answer(
+        choices=choices,
+        model_version=_version(body),
+        error=error,
+        prompt_media=body.prompt_media,
+        processor=body.processor,
     )
 
 
@@ -177,7 +190,7 @@ def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
     choices = tuple(
         _streamed_choice(body, index, builders[index], content_key, is_done=is_done) for index in sorted(builders)
     )
-    return Answer(choices=choices, model_version=_version(body), error=error)
+    return _answer(body, choices, error)
 
 
 def _head(found: list[bytes]) -> _Body | None:
@@ -192,11 +205,11 @@ def _head(found: list[bytes]) -> _Body | None:
 
 
 def _merge(body: _Body, chunks: list[_Chunk]) -> None:
-    """Add to ``body``, the stream's first chunk, the first prompt ids and the last usage and version of ``chunks``."""
+    """Add to ``body``, the stream's first chunk, the first prompt ids and the last other fields of ``chunks``."""
     for chunk in chunks:
         # On the first chunk of a vLLM stream only.
         body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids
-        for name in ("usage", *_VERSION_FIELDS):
+        for name in ("usage", "prompt_media", "processor", *_VERSION_FIELDS):
             if value := getattr(chunk, name):
                 setattr(body, name, value)
 

@@ -76,8 +76,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         choices: The choices, sorted by index; may be empty.
         model_version: Version of the weights as the backend names it; several versions are joined with ``+``.
         error: The backend's error message; ``""`` if there is none.
+        prompt_media: The placeholder runs of the prompt's pictures as the backend sent them, unchecked.
+        processor: The processor that made these runs, unchecked.
     """
 
     choices: tuple[Choice, ...] = ()
     model_version: str = ""
     error: str = ""
+    prompt_media: Json = None
+    processor: Json = None

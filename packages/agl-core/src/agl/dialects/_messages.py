@@ -15,7 +15,7 @@ from agl.dialects._foreign import as_dict, as_index, as_list, as_text, is_list, 
 from agl.dialects._sse import BODY, objects
 
 # They are kept packed in the record, so the JSON of the response goes without them.
-_DROPPED = ("prompt_token_ids", "token_ids", "logprobs")
+_DROPPED = ("prompt_token_ids", "prompt_media", "processor", "token_ids", "logprobs")
 
 
 def read_body(data: bytes) -> Answer:
@@ -36,7 +36,8 @@ def _answer(body: dict[str, Any], *, is_finished: bool) -> Answer:
         logprobs=_list(body.get("logprobs")),
         is_finished=is_finished,
     )
-    return Answer(choices=(choice,), model_version=version, error=error_text(body.get("error")))
+    media = {key: body.get(key) for key in ("prompt_media", "processor")}
+    return Answer(choices=(choice,), model_version=version, error=error_text(body.get("error")), **media)
 
 
 def _list(value: Any) -> list[Any] | None:

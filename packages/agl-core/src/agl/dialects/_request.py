@@ -6,20 +6,17 @@ request's temperature, and policy gradients and importance weights are wrong for
 distribution, as they are with top-p, top-k and penalties. A temperature above 0 needs no change, because training
 divides by it as well.
 
-Inputs that are not tokens (images, audio, files) are recorded by reference, never by content: a payload is replaced by
-the SHA-256 digest of its bytes, so that calls with the same image have equal records and a store keeps no copies.
+Inputs that are not tokens (images, audio, files) are recorded by reference, and their payloads as blobs.
 """
 
-import base64
-import binascii
-import hashlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from agl import semconv
 from agl.dialects._foreign import as_dict, as_list, as_text, is_list
-from agl.schemas import Dialect, Json, Sampling
+from agl.dialects._media import Media, may_hold_media
+from agl.schemas import Blob, Dialect, Json, Sampling
 
 _SECRET_KEYS = ("api_key", "authorization", "authorization_token", "headers")
 _FLOATS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -51,12 +48,6 @@ _GUIDES = (
 )
 """Parameters that constrain the form of the answer; agents depend on them, so they are never overridden."""
 
-_KINDS = frozenset(
-    {"image_url", "input_image", "image", "input_audio", "video_url", "video", "document", "file", "input_file"}
-)
-_PAYLOADS = frozenset({"data", "file_data", "url", "image_url", "file_url", "video_url", "file_id"})
-_MARKERS = (b"image", b"audio", b"video", b"file", b"document")
-
 # Raw values are slices of the body, so that a field that nobody reads costs nothing, and changing
 # one field leaves the bytes of all others as the client wrote them.
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -74,13 +65,14 @@ class Request:
         body: The bytes as the client sent them.
     """
 
-    __slots__ = ("_raw", "_values", "body", "dialect")
+    __slots__ = ("_raw", "_stored", "_values", "body", "dialect")
 
     def __init__(self, dialect: Dialect, body: bytes) -> None:
         self.dialect: Dialect = dialect
         self.body = body
         self._raw: dict[str, msgspec.Raw] | None = None
         self._values: dict[str, Any] = {}
+        self._stored: Stored | None = None
 
     @property
     def is_object(self) -> bool:
@@ -127,6 +119,17 @@ class Request:
     def changed(self, fields: dict[str, Json]) -> "Request":
         """A copy of the request in which ``fields`` have new values; the same object if ``fields`` is empty."""
         return Request(self.dialect, msgspec.json.encode({**self._fields(), **fields})) if fields else self
+
+    def stored(self) -> "Stored":
+        """The request as it is recorded, with the payloads of its media; computed once.
+
+        Credentials that clients put into bodies, such as keys and headers of remote tools, are removed. Media are
+        replaced by references: the URL, the provider's file id, or ``sha256:<hex>`` of the payload. Only the start of a
+        body that is not JSON is recorded.
+        """
+        if self._stored is None:
+            self._stored = _stored(self)
+        return self._stored
 
     def _fields(self) -> dict[str, msgspec.Raw]:
         if self._raw is None:
@@ -217,22 +220,28 @@ def _integer(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def stored(request: Request) -> tuple[Json, tuple[str, ...]]:
-    """The request as it is recorded, and the references to its media in order.
+class Stored(NamedTuple):
+    """A request as it is recorded, the references to its media in order, and their payloads."""
 
-    Credentials that clients put into bodies, such as keys and headers of remote tools, are removed. Media are replaced
-    by references: the URL, the provider's file id, or ``sha256:<hex>`` of the payload. Only the start of a body that is
-    not JSON is recorded.
-    """
+    request: Json
+    inputs: tuple[str, ...] = ()
+    blobs: tuple[Blob, ...] = ()
+
+
+def _stored(request: Request) -> Stored:
     fields = request.to_dict()
     if fields is None:
-        return request.body[:_MAX_BROKEN].decode("utf-8", "replace"), ()
+        return Stored(request.body[:_MAX_BROKEN].decode("utf-8", "replace"))
     kept = {key: value for key, value in fields.items() if key not in _SECRET_KEYS}
     # Remote tools are described with the headers that reach them, credentials included.
     for key in ("tools", "mcp_servers"):
         if is_list(kept.get(key)):
             kept[key] = [_clean(item) for item in as_list(kept[key])]
-    return _reference_media(kept) if _may_hold_media(request.body) else (kept, ())
+    if not may_hold_media(request.body):
+        return Stored(kept)
+    media = Media()
+    kept |= {key: media.referenced(kept[key]) for key in ("messages", "input", "system") if key in kept}
+    return Stored(kept, tuple(media.inputs), tuple(media.blobs.values()))
 
 
 def _clean(item: Json) -> Json:
@@ -240,64 +249,3 @@ def _clean(item: Json) -> Json:
     if not any(key in entry for key in _SECRET_KEYS):
         return item
     return {key: value for key, value in entry.items() if key not in _SECRET_KEYS}
-
-
-def _may_hold_media(body: bytes) -> bool:
-    """Test quickly whether a body may hold media; true for every request with media, and for some without."""
-    # Walking a long conversation costs more than a search for five words, and most have no media.
-    return b'"type"' in body and any(marker in body for marker in _MARKERS)
-
-
-def _reference_media(request: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the request with media payloads replaced by references, and the references in order.
-
-    A reference is the URL, the provider's file id, or ``sha256:<hex>`` of the payload.
-    """
-    found: list[str] = []
-    kept = dict(request)
-    for key in ("messages", "input", "system"):
-        if key in kept:
-            kept[key] = _walk(kept[key], found)
-    return kept, tuple(found)
-
-
-def _walk(value: Json, found: list[str]) -> Json:
-    if is_list(value):
-        return [_walk(item, found) for item in as_list(value)]
-    entry = as_dict(value)
-    if not entry:
-        return value
-    # Anthropic's documents may hold their text in the request, which is tokens as any other.
-    is_text = as_dict(entry.get("source")).get("type") in ("text", "content")
-    if as_text(entry.get("type")) in _KINDS and not is_text:
-        return _replace(entry, found)
-    return {key: _walk(item, found) if isinstance(item, list | dict) else item for key, item in entry.items()}
-
-
-def _replace(entry: dict[str, Json], found: list[str]) -> dict[str, Json]:
-    replaced: dict[str, Json] = {}
-    for key, item in entry.items():
-        if inner := as_dict(item):
-            replaced[key] = _replace(inner, found)
-        elif isinstance(item, str) and key in _PAYLOADS:
-            replaced[key] = _reference(key, item)
-            found.append(replaced[key])
-        else:
-            replaced[key] = item
-    return replaced
-
-
-def _reference(key: str, text: str) -> str:
-    if text.startswith("sha256:"):
-        return text
-    if text.startswith("data:"):
-        return _digest(text.partition(",")[2])
-    return _digest(text) if key in ("data", "file_data") else text
-
-
-def _digest(payload: str) -> str:
-    try:
-        content = base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError):
-        content = payload.encode()
-    return f"sha256:{hashlib.sha256(content).hexdigest()}"

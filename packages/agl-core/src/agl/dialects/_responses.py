@@ -18,7 +18,17 @@ from agl.dialects._sse import BODY, objects
 
 # Each of these events repeats the whole response, so the items before it need not be put together.
 _FINAL = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
-_DROPPED = ("input_messages", "output_messages", "prompt_token_ids", "token_ids", "logprobs", "instructions", "tools")
+_DROPPED = (
+    "input_messages",
+    "output_messages",
+    "prompt_token_ids",
+    "prompt_media",
+    "processor",
+    "token_ids",
+    "logprobs",
+    "instructions",
+    "tools",
+)
 
 
 def read_body(data: bytes) -> Answer:
@@ -64,7 +74,8 @@ def _answer(body: dict[str, Any], *, is_finished: bool) -> Answer:
         logprobs=as_list(body.get("logprobs")) or logprobs or None,
         is_finished=is_finished,
     )
-    return Answer(choices=(choice,), model_version=version, error=error)
+    media = {key: body.get(key) for key in ("prompt_media", "processor")}
+    return Answer(choices=(choice,), model_version=version, error=error, **media)
 
 
 def _without_logprobs(item: Any, logprobs: list[float | None]) -> Any:

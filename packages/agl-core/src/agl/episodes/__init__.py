@@ -11,6 +11,7 @@ from agl.episodes._transitions import (
     EpisodeOptions,
     admitted_rewards,
     build_episode,
+    make_rows,
     recorded_rewards,
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "final_text",
     "find_disagreement",
     "is_answered",
+    "make_rows",
     "recorded_rewards",
     "score",
 ]

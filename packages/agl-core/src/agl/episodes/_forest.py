@@ -2,9 +2,10 @@
 
 A call whose prompt starts with an earlier call's prompt + response extends that call's branch. A prompt that extends no
 call starts a new branch, and so does the second call that extends the same call. So interleaved agents, forks and
-compaction need no special case. Only token ids are compared, never text, and calls with equal prompts stay separate
-samples. Calls of different policies never share a branch, because the same ids mean different tokens. Agents are
-ignored: two agents that share a conversation share its branch.
+compaction need no special case. Only token ids are compared, never text, with the digests of pictures in place of their
+placeholder ids (:func:`agl.schemas.identity_ids`). Calls with equal prompts stay separate samples. Calls of different
+policies never share a branch, because the same ids mean different tokens. Agents are ignored: two agents that share a
+conversation share its branch.
 
 Drift is a prompt that repeats a conversation up to an answer of the model but has other tokens at that answer. Chat
 templates that drop reasoning, tool-call JSON that is formatted again and text that is tokenised again all lead to
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from agl.episodes._prefix import NONE, Links, common_prefix, link
 from agl.errors import CaptureError
-from agl.schemas import ModelCall, Record, Span, unpack_ids
+from agl.schemas import ModelCall, Record, Span, identity_ids, unpack_ids
 
 Decode = Callable[[Sequence[int]], str]
 """A function that turns token ids into text, such as a tokenizer's ``decode``."""
@@ -99,8 +100,8 @@ class _ForestBuilder:
         )
 
     def grow(self, members: Sequence[int]) -> None:
-        prompts = [self._calls[i].prompt_ids for i in members]
-        contexts = [self._calls[i].prompt_ids + self._calls[i].response_ids for i in members]
+        prompts = [identity_ids(self._calls[i].prompt_ids, self._calls[i].media) for i in members]
+        contexts = [prompt + self._calls[i].response_ids for i, prompt in zip(members, prompts, strict=True)]
         links = link(prompts, contexts)
         # Siblings with equal prompts and responses are leaves with equal contents. A later call continues
         # one of them, and nobody can tell which; the newest one is taken.
@@ -115,7 +116,7 @@ class _ForestBuilder:
                 self._extend(i, members[leaf])
             else:
                 self._start(i, parent=members[anchor] if anchor != NONE else NONE)
-                self._look_for_drift(i, k, members, links, contexts)
+                self._look_for_drift(i, k, members, links, prompts[k], contexts)
             older[k], newest[same] = newest[same], k
 
     def forest(self) -> Forest:
@@ -143,11 +144,13 @@ class _ForestBuilder:
         self._parent[i] = parent
         self._branch_of[i] = branch
 
-    def _look_for_drift(self, i: int, k: int, members: Sequence[int], links: Links, contexts: Sequence[bytes]) -> None:
+    def _look_for_drift(
+        self, i: int, k: int, members: Sequence[int], links: Links, prompt: bytes, contexts: Sequence[bytes]
+    ) -> None:
         anchor = links.anchor[k]
         floor = len(contexts[anchor]) if anchor != NONE else 0
         neighbours = [(members[j], contexts[j]) for j in (links.before[k], links.after[k]) if j != NONE]
-        text = self._finder.describe(self._calls[i].prompt_ids, neighbours, floor=floor)
+        text = self._finder.describe(i, prompt, neighbours, floor=floor)
         if text:
             self._drift[i] = text
 
@@ -189,13 +192,14 @@ class _DriftFinder:
     name_of: Callable[[int], str]
     decode: Decode | None
 
-    def describe(self, prompt: bytes, neighbours: Sequence[tuple[int, bytes]], *, floor: int) -> str:
+    def describe(self, own: int, prompt: bytes, neighbours: Sequence[tuple[int, bytes]], *, floor: int) -> str:
         """Describe how ``prompt`` drifts from one of ``neighbours``; ``""`` if there is no drift.
 
         Args:
-            prompt: The packed prompt of a call that starts a branch.
-            neighbours: Earlier calls, each with its packed prompt + response. One of them shares the longest prefix
-                with ``prompt`` among all earlier calls.
+            own: A call that starts a branch.
+            prompt: Its packed prompt, with the digests of pictures.
+            neighbours: Earlier calls, each with its packed prompt + response in the same form. One of them shares the
+                longest prefix with ``prompt`` among all earlier calls.
             floor: Length in bytes of the longest earlier prompt + response that is a prefix of ``prompt``.
         """
         shared, call, context = max(
@@ -212,7 +216,9 @@ class _DriftFinder:
         answered = self._answer_at(self.branch_of[call], position, prompt)
         if answered == NONE:
             return ""
-        recorded, sent = self._window(context, position), self._window(prompt, position)
+        there, here = self.calls[call], self.calls[own]
+        recorded = self._window(there.prompt_ids + there.response_ids, position)
+        sent = self._window(here.prompt_ids, position)
         return (
             f"drift: the prompt repeats a conversation and differs from token {position} on, "
             f"at the answer of call {self.name_of(answered)}: recorded {recorded}, sent {sent}"

@@ -8,6 +8,7 @@ from agl._actors import Who
 from agl.episodes._timeline import is_answered
 from agl.errors import ConfigError
 from agl.schemas import ModelCall, Record, RejectReason, Span
+from agl.schemas._media import media_fault
 
 
 class Reject(Record, frozen=True, kw_only=True):
@@ -24,6 +25,7 @@ def find_rejects(
     agent_match: str | None,
     policy: str | None,
     who: Mapping[str, Who],
+    processor: str = "",
 ) -> dict[int, Reject]:
     """The reject reasons of model calls, by the call's index in ``spans``.
 
@@ -36,6 +38,7 @@ def find_rejects(
             the calls of other agents inside it.
         policy: Name of the policy whose calls train; ``None`` for any.
         who: The actors of each call, by span id.
+        processor: The processor of the trained model's pictures; ``""`` to reject calls with pictures.
 
     Raises:
         ConfigError: ``agent_match`` is not a regular expression.
@@ -53,7 +56,7 @@ def find_rejects(
             _outside(span, attempt_id)
             or superseded.get(index)
             or _unselected(call, who[span.span_id], policy, pattern)
-            or _unusable(call)
+            or _unusable(call, processor)
         )
         if reject is not None:
             found[index] = reject
@@ -151,19 +154,34 @@ def _matches(pattern: re.Pattern[str], who: Who) -> bool:
     return pattern.search(who.agent) is not None or any(pattern.search(name) for name in who.inside)
 
 
-def _unusable(call: ModelCall) -> Reject | None:
+def _unusable(call: ModelCall, processor: str) -> Reject | None:
     if call.error or not 200 <= call.status_code < 400:
         status = f"HTTP status {call.status_code}" if call.status_code else "no response"
         return Reject(reason="error", detail=f"{status}: {call.error}" if call.error else status)
     if not call.is_complete:
         return Reject(reason="incomplete", detail=f"the answer was cut at token {call.response_len}")
-    # Their ids stand for placeholders; training on them would teach the model to answer images that
-    # it was not shown.
-    if call.inputs:
-        return Reject(reason="non_token_input", detail=f"{len(call.inputs)} inputs are not tokens: {call.inputs[0]}")
+    if (call.inputs or call.media) and (detail := _unseeable(call, processor)):
+        return Reject(reason="non_token_input", detail=detail)
     if call.ids_missing:
         return Reject(reason="missing_token_ids", detail=call.ids_missing)
     return _badly_packed(call)
+
+
+def _unseeable(call: ModelCall, processor: str) -> str:
+    """The reason why a call's pictures and other inputs cannot be trained on; ``""`` if they can."""
+    # Placeholder ids without their picture would teach the model to answer images that it was not shown.
+    known = {span.digest for span in call.media}
+    loose = [each for each in call.inputs if each not in known]
+    if loose or not processor:
+        given = loose or call.inputs or [span.digest for span in call.media]
+        why = f"; {call.ids_missing}" if processor and call.ids_missing else ""
+        if processor and given[0].startswith("http"):
+            why = "; list its host in fetch_media of [gateway] params, so that the gateway fetches it"
+        return f"{len(given)} inputs are not tokens: {given[0]}{why}"
+    if call.processor != processor:
+        return f"the pictures went through {call.processor or 'an unknown processor'!r}, and rows need {processor!r}"
+    fault = media_fault(call.media, call.prompt_len)
+    return f"the record has {fault}" if fault else ""
 
 
 def _badly_packed(call: ModelCall) -> Reject | None:

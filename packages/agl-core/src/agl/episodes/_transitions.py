@@ -34,12 +34,15 @@ class EpisodeOptions(Record, frozen=True, kw_only=True):
             only ids.
         unseen: Whether an attempt's calls train if other calls of the attempt bypassed the gateway.
         unattributed: Whether an attempt's calls train if some recorded calls lie outside all framework spans.
+        processor: The processor of the trained model's pictures, see :class:`agl.schemas.ModelCall`; calls whose
+            pictures went through another one are rejected. ``""`` rejects all calls with pictures.
     """
 
     score: ScoreOptions = ScoreOptions()
     decode: Decode | None = None
     unseen: Verdict = "drop"
     unattributed: Verdict = "accept"
+    processor: str = ""
 
 
 def build_episode(
@@ -74,7 +77,9 @@ def build_episode(
     calls = [span for span in timeline.spans if span.call is not None]
     enclosing = Enclosing(timeline.spans)
     who = {span.span_id: enclosing.who(span) for span in calls}
-    rejects = find_rejects(calls, attempt_id=attempt_id, agent_match=agent_match, policy=policy, who=who)
+    rejects = find_rejects(
+        calls, attempt_id=attempt_id, agent_match=agent_match, policy=policy, who=who, processor=chosen.processor
+    )
     against_all = _unreadable(spans, attempt_id) or _disagreement(agreement, chosen)
     if against_all is not None:
         # A call's own reason comes first: it names what to repair about this call.
@@ -220,6 +225,8 @@ def _transition(
         temperature=1.0 if sampling.temperature is None else sampling.temperature,
         is_distribution_changed=sampling != _PLAIN and sampling.changes_distribution,
         finish_reason=call.finish_reason,
+        media=call.media,
+        processor=call.processor,
     )
 
 
@@ -262,4 +269,6 @@ def _row(calls: Sequence[Transition], group_id: str) -> Row:
         mask=bytes(mask),
         logprobs=bytes(logprobs),
         segments=tuple(segments),
+        media=last.media,
+        processor=last.processor,
     )

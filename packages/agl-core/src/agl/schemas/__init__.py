@@ -4,6 +4,7 @@ from agl.schemas._base import SCHEMA_VERSION, Int64, Json, Record
 from agl.schemas._call import Dialect, ModelCall, Sampling, pack_floats, pack_ids, unpack_floats, unpack_ids
 from agl.schemas._codec import decode, encode, from_json, to_builtins, to_json
 from agl.schemas._ids import attempt_id_of, new_rollout_id, new_span_id, new_trace_id, rollout_id_of
+from agl.schemas._media import Blob, MediaSpan, digest_of, identity_ids
 from agl.schemas._resource import (
     LLM,
     PROBE_FILE,
@@ -44,6 +45,7 @@ __all__ = [
     "TERMINAL_ROLLOUT",
     "Attempt",
     "AttemptStatus",
+    "Blob",
     "CallCredit",
     "Claim",
     "Dialect",
@@ -54,6 +56,7 @@ __all__ = [
     "Json",
     "JsonResource",
     "LooseCall",
+    "MediaSpan",
     "Mode",
     "ModelCall",
     "NamedResources",
@@ -82,8 +85,10 @@ __all__ = [
     "WeightsProbe",
     "attempt_id_of",
     "decode",
+    "digest_of",
     "encode",
     "from_json",
+    "identity_ids",
     "new_rollout_id",
     "new_span_id",
     "new_trace_id",

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from agl.schemas._base import Json, Record
+from agl.schemas._media import MediaSpan
 
 Dialect = Literal["chat", "completions", "responses", "messages", "embeddings"]
 """The supported model APIs: OpenAI's chat completions, completions and responses, Anthropic's messages, and
@@ -68,6 +69,9 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
         first_token_s: Seconds from the request's last byte to the first byte of the response's body; equals
             ``latency_s`` for an answer that is not streamed.
         inputs: References (URL or content digest) to inputs that are not tokens, such as images.
+        media: The runs of placeholder tokens in the prompt that stand for inputs, in order of their offsets.
+        processor: The processor that made the runs: name, version of its library, and start of a hash of its settings,
+            such as ``Qwen2VLProcessor 5.23.0 1a2b3c4d``; ``""`` without media.
         error: The call's failure as text; ``""`` if it did not fail.
     """
 
@@ -94,6 +98,8 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     latency_s: float = 0.0
     first_token_s: float = 0.0
     inputs: tuple[str, ...] = ()
+    media: tuple[MediaSpan, ...] = ()
+    processor: str = ""
     error: str = ""
 
     @property

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from agl.schemas._base import Record
+from agl.schemas._media import MediaSpan
 from agl.schemas._rollout import Attempt, Rollout
 from agl.schemas._span import Reward
 
@@ -51,6 +52,8 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         reject: The reason why the call is in no row; ``""`` if it is in a row.
         detail: Explanation of the reject reason, or description of the drift that started a new branch.
         finish_reason: The backend's word for the end of the answer, such as ``stop``; ``""`` if it gave none.
+        media: The placeholder runs of the prompt's pictures.
+        processor: The processor that made these runs; ``""`` without pictures.
     """
 
     rollout_id: str
@@ -72,6 +75,8 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     temperature: float = 1.0
     is_distribution_changed: bool = False
     finish_reason: str = ""
+    media: tuple[MediaSpan, ...] = ()
+    processor: str = ""
 
     @property
     def is_truncated(self) -> bool:
@@ -99,6 +104,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
         logprobs: Packed float32, [T]: behaviour log-probabilities, 0.0 where the mask is 0.
         advantages: Packed float32, [T]; empty until credit was assigned and normalised.
         segments: The sampled parts in order. They do not overlap, and together they cover the tokens with mask 1.
+        media: The placeholder runs of pictures, with offsets in the row; they lie where the mask is 0.
+        processor: The processor that made these runs; ``""`` without pictures.
     """
 
     rollout_id: str
@@ -110,6 +117,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     logprobs: bytes
     advantages: bytes = b""
     segments: tuple[Segment, ...] = ()
+    media: tuple[MediaSpan, ...] = ()
+    processor: str = ""
 
 
 class LooseCall(Record, frozen=True, kw_only=True):

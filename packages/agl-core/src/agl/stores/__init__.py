@@ -1,5 +1,6 @@
 """The store kit: the store contract over the tables of a backend, and the memory store."""
 
+from agl.stores._blobs import documents_needed
 from agl.stores._leases import deadline
 from agl.stores._memory import MemoryStore, MemoryTables
 from agl.stores._operations import closed, documents_of, expire, unknown_attempt
@@ -26,6 +27,7 @@ __all__ = [
     "closed",
     "counted",
     "deadline",
+    "documents_needed",
     "documents_of",
     "expire",
     "is_readable",

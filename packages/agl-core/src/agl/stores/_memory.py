@@ -8,6 +8,7 @@ guards the tables; no operation holds it while it waits.
 
 import heapq
 import math
+import sys
 import threading
 import time
 import zlib
@@ -309,9 +310,9 @@ class MemoryTables:
             if self._documents.pop(key, None) is not None:
                 del self._keys[bisect_left(self._keys, key)]
 
-    def scan(self, start: bytes, stop: bytes) -> list[tuple[bytes, bytes]]:
+    def scan(self, start: bytes, stop: bytes, *, limit: int = sys.maxsize) -> list[tuple[bytes, bytes]]:
         keys = self._keys[bisect_left(self._keys, start) : bisect_left(self._keys, stop)]
-        return [(key, self._documents[key]) for key in keys]
+        return [(key, self._documents[key]) for key in keys[:limit]]
 
 
 def _matches(key: tuple[str, str, str], query: RolloutQuery) -> bool:

@@ -28,9 +28,11 @@ from agl.errors import ConflictError, FencedError, NotFoundError, StoreError
 from agl.schemas import Attempt, Claim, Outcome, Record, ResourceVersion, Rollout, Span
 from agl.schemas import _codec as codec
 from agl.schemas._rollout import NO_TALLY
+from agl.stores import _blobs as blobs
 from agl.stores import _leases as leases
 from agl.stores import _queries as queries
 from agl.stores import _values as values
+from agl.stores._documents import document
 from agl.stores._tables import Reads, Tables
 from agl.stores._tallies import counted, share_of
 
@@ -139,6 +141,7 @@ def finish(tables: Tables, outcomes: Sequence[Outcome]) -> list[Rollout]:
         after[outcome.attempt_id] = settled or current
     # Before the attempts are saved as decided, or the outcome's own spans would be marked late.
     new = tables.insert_spans([span for outcome in outcomes for span in outcome.spans])
+    blobs.refer(tables, new)
     own = _by_attempt(new)
     attempts = ((claim.rollout, counted(claim.attempt, own.pop(key, ()))) for key, claim in decided.items())
     _save_decided(tables, [Claim(rollout=rollout, attempt=attempt) for rollout, attempt in attempts])
@@ -210,7 +213,9 @@ def append_spans(tables: Tables, spans: Sequence[Span]) -> None:
             claims[attempt_id] = need_held(tables, attempt_id)
         else:
             _ = need_rollout(tables, rollout_id)
-    _count(tables, _by_attempt(tables.insert_spans(spans)), claims=claims)
+    new = tables.insert_spans(spans)
+    blobs.refer(tables, new)
+    _count(tables, _by_attempt(new), claims=claims)
 
 
 def delete(tables: Tables, rollout_ids: Sequence[str]) -> int:
@@ -238,6 +243,7 @@ def delete(tables: Tables, rollout_ids: Sequence[str]) -> int:
         )
     shares = [share_of(rollout, _deciding(tables, rollout)) for rollout in found.values()]
     tables.remove([*found.values(), *damaged.values()])
+    blobs.release(tables, [*found, *damaged])
     tables.add_statistics([share.negative for share in shares])
     return len(found) + len(damaged)
 
@@ -313,6 +319,7 @@ def restore(tables: Tables, recordings: Sequence[Recording], *, moves: Sequence[
     tables.add([values.unbegun(recording.rollout) for recording in new])
     spans = [span for recording in new for span in recording.spans]
     tables.insert_spans([span for span in spans if not span.is_late])  # in time, because no attempt is decided yet
+    blobs.refer(tables, spans)
     own = _by_attempt(spans)
     attempts = [(each.rollout, replace(attempt, tally=NO_TALLY)) for each in new for attempt in each.attempts]
     claims = [Claim(rollout=r, attempt=counted(a, own.get(a.attempt_id, ()))) for r, a in attempts]
@@ -487,19 +494,6 @@ def documents_of(
             return dict.fromkeys(keys, b"%d" % kept.step)
         case _:
             return {document("state", last=key): bytes(value) for key, value in kept.items()}
-
-
-def key_of(prefix: bytes, text: str) -> bytes:
-    """Return the key ``prefix`` + ``text``; keys with the same prefix sort like their texts."""
-    try:
-        return prefix + text.encode()
-    except UnicodeEncodeError as error:
-        raise StoreError(f"{text!r} cannot be a key: {error}; it holds half of a character") from error
-
-
-def document(*kind: str, last: str = "") -> bytes:
-    """The key of a document: its kind, then ``last``, by which documents of the same kind are sorted."""
-    return key_of(b"x" + codec.encode(kind), last)
 
 
 def documents(reads: Reads, *kind: str, last: str = "") -> dict[str, bytes]:

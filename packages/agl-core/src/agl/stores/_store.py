@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 from agl.contracts import Change
 from agl.schemas import Claim
+from agl.stores import _blobs as stored_blobs
 from agl.stores import _operations as operations
 from agl.stores._queries import check_page
 from agl.stores._tables import Reads, Tables
@@ -126,13 +127,15 @@ class TableStore:
     renew = _writes(operations.renew)
     finish = _writes(operations.finish)
     cancel = _writes(operations.cancel)
-    delete = _writes(operations.delete)
+    _delete = _writes(operations.delete)
     rollouts = _reads(Reads.rollouts)
     count_rollouts = _reads(operations.count_rollouts)
     statistics = _reads(Reads.statistics)
     attempts = _reads(Reads.attempts)
     recordings = _reads(operations.recordings)
     restore = _writes(operations.restore)
+    save_blobs = _writes(stored_blobs.save_blobs)
+    blobs = _reads(stored_blobs.blobs)
     append_spans = _writes(operations.append_spans)
     spans = _reads(Reads.spans)
     cursor = _reads(Reads.cursor)
@@ -153,6 +156,14 @@ class TableStore:
     presences = _reads(operations.presences)
     log_metrics = _writes(operations.log_metrics)
     metrics = _reads(Reads.metrics)
+
+    async def delete(self, rollout_ids: Sequence[str]) -> int:
+        """See :meth:`agl.contracts.Store.delete`."""
+        count = await self._delete(rollout_ids)
+        settled = stored_blobs.CHECKED
+        while settled == stored_blobs.CHECKED and (checks := await self.backend.read(stored_blobs.loose)):
+            settled = await self.backend.write(Work(act=stored_blobs.drop, args=(checks,)))
+        return count
 
     async def claim(
         self,

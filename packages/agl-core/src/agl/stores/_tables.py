@@ -4,6 +4,7 @@ The operations of :mod:`agl.stores` are written once over these protocols, for a
 before they change anything, so an operation that raises changes nothing. They wait for nothing but the database.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -135,6 +136,6 @@ class Reads(Protocol):
         """The document with this key; ``None`` for an unknown key."""
         ...
 
-    def scan(self, start: bytes, stop: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the documents with keys from ``start`` up to but excluding ``stop``, in order of their keys."""
+    def scan(self, start: bytes, stop: bytes, *, limit: int = sys.maxsize) -> list[tuple[bytes, bytes]]:
+        """Return the first ``limit`` documents with keys from ``start`` up to but excluding ``stop``, in order."""
         ...

@@ -100,6 +100,7 @@ def _setting(flag: str, name: str = "", **given: Any) -> Callable[[F], F]:
 @_setting("--allow-host", "known_hosts", multiple=True, metavar="NAME")
 @_setting("--helper-match", metavar="REGEX")
 @_setting("--native-api", "native_apis", multiple=True, type=click.Choice(["messages", "responses"]))
+@_setting("--fetch-media", "fetch_media", multiple=True, metavar="HOST")
 @click.option(
     "--older-than",
     type=seconds_of,

@@ -14,14 +14,15 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from agl.contracts import Store
 from agl.errors import CaptureError, StoreError
-from agl.schemas import Span
+from agl.schemas import Blob
 from agl_gateway.record.exchanges import CallRecord, spans_of
+from agl_gateway.record.media import WrittenMedia
 from agl_gateway.record.outage import FINAL, Outage
-from agl_gateway.record.redaction import Redaction
+from agl_gateway.record.redaction import Redaction, with_digests
 from agl_gateway.record.spool import SpanCount, Spool, appended, message_of
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
 from agl_gateway.record.storable import storable
@@ -73,6 +74,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._held = 0
+        self._media = WrittenMedia(self.redaction)
         self.stored = SpanCount()
         self._retries: dict[str, asyncio.Task[None]] = {}
         self._queue: deque[CallRecord] = deque()
@@ -265,7 +267,7 @@ class Recorder:
 
     async def _write_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
-        parsed: list[tuple[CallRecord, Sequence[Span]]] = []
+        parsed: list[tuple[CallRecord, SpooledCall]] = []
         for queued in batch:
             parsed.append((queued, await self._parse(queued)))
             queued.exchange, queued.parts = None, ()  # the spans have their content
@@ -275,25 +277,25 @@ class Recorder:
         else:
             await self._write(parsed)
 
-    async def _write(self, parsed: Sequence[tuple[CallRecord, Sequence[Span]]]) -> None:
+    async def _write(self, parsed: Sequence[tuple[CallRecord, SpooledCall]]) -> None:
         """Write a batch to the store; if the store refuses it, write the spans of each attempt separately."""
-        spans: defaultdict[str, list[Span]] = defaultdict(list)
+        calls: defaultdict[str, list[SpooledCall]] = defaultdict(list)
         for queued, own in parsed:
-            spans[queued.attempt_id] += own
-        at_once = [attempt_id for attempt_id in spans if attempt_id not in self._retries]
-        is_written = await self._append([span for attempt_id in at_once for span in spans[attempt_id]])
+            calls[queued.attempt_id].append(own)
+        at_once = [attempt_id for attempt_id in calls if attempt_id not in self._retries]
+        is_written = await self._append([call for attempt_id in at_once for call in calls[attempt_id]]) is None
         done = set(at_once) if is_written else set[str]()
         await self._finish([queued for queued, _ in parsed if queued.attempt_id in done])
-        for attempt_id in spans.keys() - done:
+        for attempt_id in calls.keys() - done:
             batch = [queued for queued, _ in parsed if queued.attempt_id == attempt_id]
             before = self._retries.get(attempt_id)
-            retry = self._retry(attempt_id, spans[attempt_id], batch, before=before)
+            retry = self._retry(attempt_id, calls[attempt_id], batch, before=before)
             self._retries[attempt_id] = asyncio.create_task(retry)
 
     async def _retry(
         self,
         attempt_id: str,
-        spans: Sequence[Span],
+        calls: Sequence[SpooledCall],
         batch: Sequence[CallRecord],
         *,
         before: asyncio.Task[None] | None,
@@ -302,29 +304,30 @@ class Recorder:
         try:
             if before is not None:
                 await asyncio.wait([before])
-            fitted, error = [storable(span) for span in spans], None
+            fitted, error = [replace(call, spans=[storable(span) for span in call.spans]) for call in calls], None
             for delay_s in (0.0, *_RETRY_DELAYS_S):
                 await asyncio.sleep(delay_s)
-                error = await appended(self.store, fitted, self.stored)
+                error = await self._append(fitted)
                 if error is None or isinstance(error, FINAL):
                     break
             if error is not None:
-                _log.error("the store refused %d spans of attempt %s: %s", len(spans), attempt_id, message_of(error))
-                self._fail(attempt_id, message_of(error), len(spans))
+                count = sum(len(call.spans) for call in calls)
+                _log.error("the store refused %d spans of attempt %s: %s", count, attempt_id, message_of(error))
+                self._fail(attempt_id, message_of(error), count)
             await self._finish(batch)
         finally:
             if self._retries.get(attempt_id) is asyncio.current_task():
                 del self._retries[attempt_id]
 
-    async def _keep(self, spool: Spool, parsed: Sequence[tuple[CallRecord, Sequence[Span]]]) -> None:
+    async def _keep(self, spool: Spool, parsed: Sequence[tuple[CallRecord, SpooledCall]]) -> None:
         """Write a batch to the store, or to the spool if earlier calls wait there or the store takes too long."""
         batch = [queued for queued, _ in parsed]
-        calls = [SpooledCall(attempt_id=queued.attempt_id, spans=own) for queued, own in parsed if own]
+        calls = [call for _, call in parsed if call.spans]
         append: asyncio.Task[bool] | None = None
         tries = 0
         while True:
             if append is None and spool.is_empty and not self.outage.is_on:
-                append = asyncio.create_task(self._append([span for call in calls for span in call.spans]))
+                append = asyncio.create_task(self._is_appended(calls))
             if append is not None:
                 await asyncio.wait([append], timeout=self.spool_after_s)
             if append is not None and append.done():
@@ -345,12 +348,19 @@ class Recorder:
                 await asyncio.sleep(_SPOOL_RETRY_S)
             else:
                 self._acknowledge(batch)
-                await self._stored([queued.attempt_id for queued, own in parsed if not own])
+                await self._stored([queued.attempt_id for queued, call in parsed if not call.spans])
                 return
 
-    async def _append(self, spans: list[Span]) -> bool:
-        """Write spans of several attempts in one request; returns false if the store refuses the request."""
-        return not spans or await appended(self.store, spans, self.stored) is None
+    async def _is_appended(self, calls: Sequence[SpooledCall]) -> bool:
+        return await self._append(calls) is None
+
+    async def _append(self, calls: Sequence[SpooledCall]) -> Exception | None:
+        """Write the calls of several attempts in one request; returns the error if the store refuses the request."""
+        written = [call for call in calls if call.spans]
+        error = await appended(self.store, written, self.stored) if written else None
+        if error is None:
+            self._media.add(blob for call in calls for blob in call.blobs)
+        return error
 
     async def _finish(self, batch: Sequence[CallRecord]) -> None:
         """Record that these exchanges are in the store or lost, and wake the callers that wait for them."""
@@ -380,16 +390,19 @@ class Recorder:
         if self.on_held is not None:
             self.on_held(self._held)
 
-    async def _parse(self, recorded: CallRecord) -> Sequence[Span]:
+    async def _parse(self, recorded: CallRecord) -> SpooledCall:
+        attempt_id, blobs = recorded.attempt_id, list[Blob]()
         try:
             is_large = recorded.size > _LARGE
-            return await self.redaction.of(
-                await asyncio.to_thread(spans_of, recorded) if is_large else spans_of(recorded)
-            )
+            spans = await asyncio.to_thread(spans_of, recorded) if is_large else spans_of(recorded)
+            if media := recorded.outgoing.request.stored().blobs:
+                changed, blobs = await self._media.prepared(media)
+                spans = [with_digests(span, changed) for span in spans]
+            return SpooledCall(attempt_id=attempt_id, spans=await self.redaction.of(spans), blobs=blobs)
         except Exception as error:  # noqa: BLE001  # isolation: one unforeseen body must not end all recording
-            _log.exception("a model call of attempt %s could not be read", recorded.attempt_id)
-            self._fail(recorded.attempt_id, repr(error), 1)
-            return []
+            _log.exception("a model call of attempt %s could not be read", attempt_id)
+            self._fail(attempt_id, repr(error), 1)
+            return SpooledCall(attempt_id=attempt_id, spans=())
 
     def _fail(self, attempt_id: str, message: str, count: int) -> None:
         self._failures[attempt_id] = message

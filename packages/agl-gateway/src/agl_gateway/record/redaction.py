@@ -14,12 +14,14 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from agl import PluginManager, semconv
-from agl.contracts import REDACTED, Redactor
-from agl.schemas import Json, ModelCall, Outcome, Span
+from agl.contracts import REDACTED, BlobRedactor, Redactor
+from agl.dialects import media_type_of
+from agl.schemas import Blob, Json, ModelCall, Outcome, Span, digest_of
 from agl.tracing import redact
 from agl_gateway.wire.problems import Problem
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 _FIELDS = frozenset({"id", "model", "object"})
 """Top-level fields of requests and responses that stay as they are."""
@@ -52,7 +54,15 @@ class Redaction:
         """Return redacted copies of the outcomes; raises as :meth:`of`."""
         return await self._each(outcomes, _redacted_outcome)
 
-    async def _each(self, values: Sequence[T], redacted: Callable[[T, Redactor], T]) -> Sequence[T]:
+    async def of_blob(self, blob: Blob) -> Blob | None:
+        """Return a payload as it may be stored, or ``None`` if it may not be stored; raises as :meth:`of`.
+
+        A redactor that reads texts only cannot tell what is in a picture, so no payload is stored.
+        """
+        (found,) = await self._each([blob], _redacted_blob)
+        return found
+
+    async def _each(self, values: Sequence[T], redacted: Callable[[T, Redactor], U]) -> Sequence[T | U]:
         redactor = self._redactor
         if redactor is None:
             return values
@@ -102,7 +112,39 @@ def _redacted_call(call: ModelCall, texts: "_Texts") -> ModelCall:
     found = msgspec.structs.replace(call, request=request, response=response, error=texts.of(call.error))
     if (request, response) == (call.request, call.response):
         return found
-    return msgspec.structs.replace(found, prompt_ids=b"", response_ids=b"", logprobs=b"", ids_missing=REDACTED)
+    return _without_tokens(found)
+
+
+def with_digests(span: Span, changed: Mapping[str, str]) -> Span:
+    """Return a call's span with the digests of its redacted media, and without tokens: the model saw other media."""
+    if span.call is None or changed.keys().isdisjoint(span.call.inputs):
+        return span
+    call = _redacted_call(span.call, _Texts(_Digests(changed)))
+    inputs = tuple(changed.get(digest) or digest for digest in call.inputs)
+    return msgspec.structs.replace(span, call=msgspec.structs.replace(_without_tokens(call), inputs=inputs))
+
+
+def _without_tokens(call: ModelCall) -> ModelCall:
+    return msgspec.structs.replace(
+        call, prompt_ids=b"", response_ids=b"", logprobs=b"", media=(), processor="", ids_missing=REDACTED
+    )
+
+
+def _redacted_blob(blob: Blob, redactor: Redactor) -> Blob | None:
+    data = redactor.redact_blob(blob) if isinstance(redactor, BlobRedactor) else None
+    if not data or data == blob.data:
+        return blob if data else None
+    return Blob(digest=digest_of(data), media_type=media_type_of(data), data=data)
+
+
+class _Digests:
+    """Replaces the digests of redacted media in a recorded request."""
+
+    def __init__(self, changed: Mapping[str, str]) -> None:
+        self._changed = changed
+
+    def redact(self, text: str) -> str:
+        return self._changed.get(text) or text
 
 
 class _Texts:

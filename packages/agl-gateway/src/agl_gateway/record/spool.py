@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from shutil import disk_usage
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from agl.contracts import Store
 from agl.errors import StoreError
-from agl.schemas import Span
+from agl.schemas import Blob
 from agl_gateway.record.outage import FINAL, Outage
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
 from agl_gateway.wire.problems import Problem
@@ -32,6 +32,7 @@ MAX_BYTES = 256 << 20
 
 _BATCH = 512
 _BATCH_BYTES = 8 << 20
+_PART_BYTES = 8 << 20
 _DELAYS_S = (0.05, 0.2, 0.5, 1.0)
 """Pauses between attempts while the store does not answer; the last pause is repeated."""
 
@@ -267,7 +268,7 @@ class Spool:
                 await self._defer_or_refuse(file, own, error)
 
     async def _append(self, calls: Sequence[SpooledCall]) -> Exception | None:
-        return await appended(self.store, [span for call in calls for span in call.spans], self.stored)
+        return await appended(self.store, calls, self.stored)
 
     async def _defer_or_refuse(self, file: SpoolFile, calls: Sequence[SpooledCall], error: Exception) -> None:
         """Schedule another try for an attempt's calls, or set them aside if the store refused them for good."""
@@ -276,7 +277,7 @@ class Spool:
         spans = sum(len(call.spans) for call in calls)
         if isinstance(error, FINAL):
             _log.error("the store refused %d spans of attempt %s: %s", spans, attempt_id, message)
-            await self._do(lambda: file.refuse([call.seq for call in calls], message))
+            await self._do(lambda: file.refuse(calls, message))
             self.on_failure(attempt_id, message, spans)
             await self._count_down(calls)
             return
@@ -288,7 +289,7 @@ class Spool:
             await self.on_stored([])
 
     async def _remove(self, file: SpoolFile, calls: Sequence[SpooledCall]) -> None:
-        await self._do(lambda: file.remove(call.seq for call in calls))
+        await self._do(lambda: file.remove(calls))
         await self._count_down(calls)
 
     async def _count_down(self, calls: Sequence[SpooledCall]) -> None:
@@ -329,14 +330,30 @@ class Spool:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-async def appended(store: Store, spans: Sequence[Span], stored: SpanCount) -> Exception | None:
-    """Write spans to the store and count them; returns the error if the write fails, else ``None``."""
+async def appended(store: Store, calls: Sequence[SpooledCall], stored: SpanCount) -> Exception | None:
+    """Write calls to the store, media first, and count their spans; returns the error if that fails, else ``None``."""
+    spans = [span for call in calls for span in call.spans]
     try:
+        for blobs in _parts([blob for call in calls for blob in call.blobs]):
+            await store.save_blobs(blobs)
         await store.append_spans(spans)
     except Exception as error:  # noqa: BLE001  # isolation: repeated, or reported by the caller
         return error
     stored.total += len(spans)
     return None
+
+
+def _parts(blobs: Sequence[Blob]) -> Iterator[list[Blob]]:
+    """Divide payloads into parts of limited size, because one request of a store has to hold each."""
+    part, size = list[Blob](), 0
+    for blob in {blob.digest: blob for blob in blobs}.values():
+        if part and size + len(blob.data) > _PART_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(blob)
+        size += len(blob.data)
+    if part:
+        yield part
 
 
 def message_of(error: Exception) -> str:

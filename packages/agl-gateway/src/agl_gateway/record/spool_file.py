@@ -9,16 +9,16 @@ import asyncio
 import socket
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from agl.contracts import Presence, Store
 from agl.errors import ConfigError, FencedError, StoreError
-from agl.schemas import Span, decode, encode, new_trace_id
+from agl.schemas import Blob, Span, decode, encode, new_trace_id
 from agl.stores import MemoryStore
 from agl_gateway.record.storable import storable
 from agl_inspect.keys import state_dir
@@ -35,10 +35,12 @@ CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL) WIT
 CREATE TABLE IF NOT EXISTS calls (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, attempt TEXT NOT NULL, at REAL NOT NULL, spans INTEGER NOT NULL,
   size INTEGER NOT NULL, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS blobs (digest TEXT PRIMARY KEY, type TEXT NOT NULL, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS refused (
   seq INTEGER PRIMARY KEY, attempt TEXT NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL, data BLOB NOT NULL);
 """
 _ADD = "INSERT INTO calls (attempt, at, spans, size, data) VALUES (?, ?, ?, ?, ?)"
+_ADD_BLOB = "INSERT OR IGNORE INTO blobs VALUES (?, ?, ?)"
 _REFUSE = "INSERT OR REPLACE INTO refused SELECT seq, attempt, at, ?, data FROM calls WHERE seq = ?"
 _HELD = "SELECT attempt, count(*), coalesce(sum(size), 0), min(at) FROM calls GROUP BY attempt"
 
@@ -52,16 +54,19 @@ class SpoolBusyError(StoreError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpooledCall:
-    """The spans of one call, and the row of the spool file that holds them.
+    """The spans of one call and its media, and the row of the spool file that holds them.
 
     Attributes:
+        blobs: The payloads of media that may not be in the store yet; a file holds each once, however many calls
+            refer to it.
         seq: Number of the row; 0 before it is written.
         at: Unix seconds at which the row was written.
-        size: Bytes of the spans in the file.
+        size: Bytes of the spans in the file, and of the payloads that it brought.
     """
 
     attempt_id: str
     spans: Sequence[Span]
+    blobs: Sequence[Blob] = ()
     seq: int = 0
     at: float = 0.0
     size: int = 0
@@ -135,9 +140,9 @@ class SpoolFile:
             self._db.execute("BEGIN IMMEDIATE")
             for call in calls:
                 data = _pack([encode(storable(span)) for span in call.spans])
-                cursor = self._db.execute(_ADD, (call.attempt_id, now, len(call.spans), len(data), data))
-                seq = cursor.lastrowid or 0
-                added.append(SpooledCall(attempt_id=call.attempt_id, spans=call.spans, seq=seq, at=now, size=len(data)))
+                size = len(data) + sum(map(self._add_blob, call.blobs))
+                cursor = self._db.execute(_ADD, (call.attempt_id, now, len(call.spans), size, data))
+                added.append(replace(call, seq=cursor.lastrowid or 0, at=now, size=size))
             self._db.execute("COMMIT")
         except BaseException as error:
             self._roll_back()
@@ -161,18 +166,19 @@ class SpoolFile:
                 if found and total > max_bytes:
                     break
                 spans = [decode(one, Span) for one in _unpack(data)]
-                found.append(SpooledCall(attempt_id=attempt_id, spans=spans, seq=seq, at=at, size=size))
+                call = SpooledCall(attempt_id=attempt_id, spans=spans, seq=seq, at=at, size=size)
+                found.append(replace(call, blobs=self._blobs_of(spans)))
         return found
 
-    def remove(self, seqs: Iterable[int]) -> None:
-        """Remove calls from the file once they are in the store."""
-        self._change("DELETE FROM calls WHERE seq = ?", [(seq,) for seq in seqs])
+    def remove(self, calls: Sequence[SpooledCall]) -> None:
+        """Remove calls and their payloads from the file once they are in the store."""
+        self._change("DELETE FROM blobs WHERE digest = ?", [(blob.digest,) for call in calls for blob in call.blobs])
+        self._change("DELETE FROM calls WHERE seq = ?", [(call.seq,) for call in calls])
 
-    def refuse(self, seqs: Iterable[int], reason: str) -> None:
+    def refuse(self, calls: Sequence[SpooledCall], reason: str) -> None:
         """Set aside calls that the store refused for good, with the store's reason."""
-        kept = list(seqs)
-        self._change(_REFUSE, [(reason, seq) for seq in kept])
-        self.remove(kept)
+        self._change(_REFUSE, [(reason, call.seq) for call in calls])
+        self.remove(calls)
 
     def content(self) -> SpoolContent:
         """Summarise the calls in the file."""
@@ -224,6 +230,17 @@ class SpoolFile:
                 f"the spool {self.path} belongs to the store {self._about['url']}, which is another one than "
                 f"{store_url}; start a gateway of that store to have it drained, or choose another folder with --spool"
             )
+
+    def _add_blob(self, blob: Blob) -> int:
+        """Write a payload unless the file has it; returns the number of bytes written."""
+        is_new = self._db.execute(_ADD_BLOB, (blob.digest, blob.media_type, blob.data)).rowcount
+        return len(blob.data) if is_new else 0
+
+    def _blobs_of(self, spans: Sequence[Span]) -> list[Blob]:
+        """Read the payloads that a call refers to, and that the file holds."""
+        digests = dict.fromkeys(digest for span in spans if span.call is not None for digest in span.call.inputs)
+        rows = [self._db.execute("SELECT * FROM blobs WHERE digest = ?", (digest,)).fetchone() for digest in digests]
+        return [Blob(digest=digest, media_type=kind, data=data) for digest, kind, data in filter(None, rows)]
 
     def _change(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
         try:

@@ -19,6 +19,7 @@ from agl_gateway.record.exchanges import CallRecord
 from agl_gateway.record.recorder import Recorder
 from agl_gateway.relay.bodies import BodyReader
 from agl_gateway.relay.callers import Owner, Owners, clean
+from agl_gateway.relay.pictures import Pictures
 from agl_gateway.relay.routing import Router
 from agl_gateway.relay.sampling import SamplingRules
 from agl_gateway.relay.sender import FIRST_ERROR, Answer, NotSpokenError, Pump, Sender, reply_headers, request_headers
@@ -50,6 +51,7 @@ class Relay:
     sampling: SamplingRules
     sender: Sender
     recorder: Recorder
+    pictures: Pictures | None = None
 
     async def answer(
         self, request: EitherRequest, endpoint: str, claim: AttemptToken, *, translation: Translation | None = None
@@ -68,16 +70,10 @@ class Relay:
         context = await self.owners.context_of(request, outgoing.request, owner)
         record = CallRecord(context=context, outgoing=outgoing)
         try:
-            route = record.route = await self._choose(record, owner)
-            await self._translate(record, outgoing)
-            async with route.target.gate.passed() as version:
-                record.model_version = route.version or version
-                answer, server = await self._send(request, record, outgoing)
-                try:
-                    return await self._pass_on(request, answer, record, owner)
-                finally:
-                    route.target.replicas.load.in_flight[server] -= 1
-                    answer.response.close()
+            if self.pictures is None:
+                return await self._asked(request, record, owner)
+            async with self.pictures.inlined(record):
+                return await self._asked(request, record, owner)
         except Problem as problem:
             body = problem_body(problem, record.outgoing.request.dialect)
             number = self._record(record, owner, [body], status=problem.status, error=str(problem))
@@ -88,6 +84,20 @@ class Relay:
         except asyncio.CancelledError:
             self._record(record, owner, [], status=0, error=_CLIENT_LEFT, is_complete=False)
             raise
+
+    async def _asked(self, request: EitherRequest, record: CallRecord, owner: Owner) -> web.StreamResponse | CallReply:
+        """Ask the policy, and pass its answer on."""
+        outgoing, route = record.outgoing, await self._choose(record, owner)
+        record.route = route
+        await self._translate(record, outgoing)
+        async with route.target.gate.passed() as version:
+            record.model_version = route.version or version
+            answer, server = await self._send(request, record, outgoing)
+            try:
+                return await self._pass_on(request, answer, record, owner)
+            finally:
+                route.target.replicas.load.in_flight[server] -= 1
+                answer.response.close()
 
     async def _read(self, request: EitherRequest, endpoint: str, translation: Translation | None) -> Outgoing:
         dialect = dialect_of(endpoint)

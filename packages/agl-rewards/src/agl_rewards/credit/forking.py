@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agl.contracts import REPLAY_VERSION, ForkPlan
-from agl.schemas import Episode, Transition, unpack_floats
+from agl.schemas import Episode, Transition, identity_ids, unpack_floats
 from agl_rewards.credit.episodes import group_of
 
 LEAST_SPREAD = 0.01
 """A state is not forked if a second answer would differ with less than this probability: forks would equal the run."""
 
 State = tuple[str, str, bytes]
-"""The state of a call: the task, the agent and the prompt's token ids.
+"""The state of a call: the task, the agent and the prompt's token ids, with the digests of its pictures.
 
 For a call without token ids, it is the call's span id, so that the call is in a state of its own.
 """
@@ -83,7 +83,9 @@ class Point:
 
 def state_of(episode: Episode, call: Transition) -> State:
     """Return the state of a call."""
-    return (group_of(episode), call.agent, call.prompt_ids) if call.prompt_ids else ("", call.span_id, b"")
+    if not call.prompt_ids:
+        return "", call.span_id, b""
+    return group_of(episode), call.agent, identity_ids(call.prompt_ids, call.media)
 
 
 def samples_of(episode: Episode, task: Episode) -> list[Sample]:

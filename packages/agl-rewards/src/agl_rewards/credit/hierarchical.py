@@ -27,7 +27,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from agl.schemas import CallCredit, Episode, Transition
+from agl.schemas import CallCredit, Episode, Transition, identity_ids
 from agl_rewards.credit.episodes import group_of, live_calls
 from agl_rewards.credit.turn import Discount, TurnCredit
 
@@ -98,7 +98,7 @@ class HierarchicalCredit:
         return {key: _statistics(values, has_norm=self._has_norm) for key, values in found.items()}
 
     def _key(self, call: Transition) -> Key:
-        return call.agent, call.prompt_ids if self._state == "prompt" else call.turn
+        return call.agent, identity_ids(call.prompt_ids, call.media) if self._state == "prompt" else call.turn
 
 
 def _id(episode: Episode) -> str:

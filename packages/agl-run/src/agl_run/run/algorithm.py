@@ -325,6 +325,7 @@ class DrivenAlgorithm:
             say=lambda text: driver.progress.say(f"{config.name}: {text}"),
             clock=time.time,
             defer=self._defer if driver.can_wait else None,
+            reads=collector.read_pictures,
             agents=config.agents,
         )
 

@@ -183,6 +183,11 @@ class Collector:
             await self._log(step, replays.metrics())
         return prepared
 
+    def read_pictures(self, processor: str) -> None:
+        """Select calls with pictures too, if ``processor`` made their tokens."""
+        options = msgspec.structs.replace(self._selection.options, processor=processor)
+        self._selection = msgspec.structs.replace(self._selection, options=options)
+
     async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
         """Read finished rollouts that other algorithms collected.
 

@@ -1,7 +1,8 @@
 """Lets agents play against past versions of a policy in training: ``use = "past"``.
 
-The policy in training serves the past version besides its own weights. After each of its updates the opponent moves to
-another version, so all rollouts of a step meet the same one, and the rollouts of a group stay comparable.
+The policy in training serves the past version besides its own weights. The opponent's version follows from the live
+version of that policy: whatever makes another one live, an update, a rollback or a resumed run, moves the opponent too.
+All rollouts of a step meet the same opponent, and the rollouts of a group stay comparable.
 """
 
 import random
@@ -15,22 +16,29 @@ from agl.contracts import Policy, ServedModel, Store, VersionedPolicy
 from agl.errors import ConfigError
 from agl.schemas import Resource, ResourceVersion, Weights
 
+Versions = Annotated[str, Meta(pattern="^(last|best):[1-9][0-9]*$")]
+"""A pool of versions: the last ones or the best ones, and how many."""
+
 
 class PastPolicy:
-    """Answers with one of the last versions of another policy, drawn anew after each of its updates.
+    """Answers with an earlier version of another policy, drawn anew after each of its updates.
 
     Args:
         name: The policy's name.
         of: The policy whose versions answer.
-        last: The number of versions to draw from. The newest one is not among them, nor are versions whose weights were
-            never saved.
+        versions: The versions to draw from: ``last:5`` for the five before the newest, ``best:3`` for the three of all
+            before the newest whose validation rewards are highest. Versions whose weights were never saved do not
+            count.
     """
 
     has_token_ids = False  # no algorithm trains on its answers
 
-    def __init__(self, *, name: str, of: str, last: Annotated[int, Meta(ge=1)] = 5) -> None:
-        self._name, self.of, self._last = name, of, last
+    def __init__(self, *, name: str, of: str, versions: Versions = "last:5") -> None:
+        self._name, self.of = name, of
+        self._kind, _, count = versions.partition(":")
+        self._count = int(count)
         self._pool: list[ResourceVersion] = []
+        self._newest = ""
         self._loaded: ResourceVersion | None = None
 
     def bind(self, policy: Policy | None, served: ServedModel | None) -> None:
@@ -52,6 +60,8 @@ class PastPolicy:
     async def load(self, version: ResourceVersion) -> ServedModel:
         """Serve a version besides the newest weights of the other policy, and unload the one before."""
         self._loaded = version
+        if version.version == self._newest:  # nothing came before it, so the other policy answers itself
+            return replace(self._served, version=version.version)
         return (await self._policy.serve_versions([version]))[version.version]
 
     def resource(self) -> Resource:
@@ -59,16 +69,24 @@ class PastPolicy:
         return self._policy.resource()
 
     async def draw(self, store: Store, newest: ResourceVersion, *, seed: int) -> ResourceVersion:
-        """Return the next version to load; a repeated step draws the same one."""
-        versions = {version.version: version for version in await store.resources(self.of)}
-        self._pool, parent = [], versions.get(newest.parent)
-        # Along the parents: versions that a rollback has left behind are no opponents.
-        while parent is not None and len(self._pool) < self._last:
-            if lost_weights(parent) is None:
-                self._pool.append(parent)
-            parent = versions.get(parent.parent)
+        """Return the version to load; it follows from the newest one, and for ``best`` also from what was validated."""
+        self._newest, self._pool = newest.version, await self._earlier(store, newest)
         drawn = random.Random(f"{seed}/{self._name}/{newest.version}").choice(self._pool or [newest])
         return replace(drawn, name=self._name, parent="")
+
+    async def _earlier(self, store: Store, newest: ResourceVersion) -> list[ResourceVersion]:
+        versions = {version.version: version for version in await store.resources(self.of)}
+        found, parent = list[ResourceVersion](), versions.get(newest.parent)
+        # Along the parents: versions that a rollback has left behind are no opponents.
+        while parent is not None:
+            if lost_weights(parent) is None:
+                found.append(parent)
+            parent = versions.get(parent.parent)
+        if self._kind == "best":
+            means = {score.version: score.mean for score in await store.scores(self.of)}
+            scored = [version for version in found if version.version in means]
+            found = sorted(scored, key=lambda version: means[version.version], reverse=True) or found
+        return found[: self._count]
 
     def kept(self, algorithm: str) -> frozenset[int]:
         """Return the steps of an algorithm whose files must stay, because they may answer again."""

@@ -201,10 +201,7 @@ class RunningExperiment:
         return self._served[name].llm
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
-        """Store a version and make it live; its policy serves the version before this returns.
-
-        An opponent made of the resource's past versions moves to another one.
-        """
+        """Store a version and make it live; its policy serves the version before this returns."""
         # Stored before it is served: a rollout that is pinned to a version must find it after a
         # crash at any point below.
         version = await self.live.publish(version)
@@ -212,8 +209,7 @@ class RunningExperiment:
         if policy is not None:
             await self._load(version.name, policy, version)
         self.live.set(version)
-        for opponent in self._opponents(version.name):
-            await self.publish(await opponent.draw(self.store, version, seed=self.plan.config.experiment.seed))
+        await self._move_opponents(version)
         if self._invitation is not None:
             await self._invitation.update(self.live.versions())
         return version
@@ -222,19 +218,25 @@ class RunningExperiment:
         """Return the steps of an algorithm whose files must stay, because an opponent may answer with them."""
         return frozenset(step for one in self._opponents() for step in one.kept(algorithm))
 
+    async def _move_opponents(self, version: ResourceVersion) -> None:
+        """Let the opponents of a version that is live now answer with what came before it."""
+        for opponent in self._opponents(version.name):
+            await self.publish(await opponent.draw(self.store, version, seed=self.plan.config.experiment.seed))
+
     def _opponents(self, of: str = "") -> list[PastPolicy]:
         return [one for one in self.policies.values() if isinstance(one, PastPolicy) and of in ("", one.of)]
 
     async def go_back(self, versions: Mapping[str, str]) -> None:
         """Make earlier versions live; returns once their policies serve them."""
         for name, version in versions.items():
-            if self.live.current(name).version != version:
+            if self.live.current(name).version != version and not isinstance(self.policies.get(name), PastPolicy):
                 # Versions are immutable, so going back is a load of the stored one and changes no
                 # history.
                 found = await self.store.resource(name, version)
                 if name in self.policies:
                     await self._load(name, self.policies[name], found)
                 self.live.set(found)
+                await self._move_opponents(found)
         if self._invitation is not None:
             await self._invitation.update(self.live.versions())
 
@@ -403,12 +405,13 @@ class RunningExperiment:
 
     async def _make_live(self, state: ExperimentRecord) -> None:
         await self.live.restore(state.live)
+        own = {name: policy for name, policy in self.policies.items() if not isinstance(policy, PastPolicy)}
         for name in state.live:
-            if name in self.policies:
+            if name in own:
                 version = self.live.current(name)
                 with waiting_for(f"policy {name!r}: loading version {version.version}", say=self._say):
-                    await self._load(name, self.policies[name], version)
-        initial = {name: policy.resource() for name, policy in self.policies.items()} | dict(self.plan.resources)
+                    await self._load(name, own[name], version)
+        initial = {name: policy.resource() for name, policy in own.items()} | dict(self.plan.resources)
         version = f"{self.plan.name}-{state.run}-initial"
         for name, resource in initial.items():
             if name in state.live:
@@ -424,6 +427,8 @@ class RunningExperiment:
                     name=name, version=version, resource=resource, created_at=time.time(), metadata=origin
                 )
                 self.live.set(await self.live.publish(first))
+        for opponent in self._opponents():
+            await self._move_opponents(self.live.current(opponent.of))
 
     async def _say_if_changed(self, name: str, resource: Resource, *, first: str) -> None:
         """Warn if a resource's value in the file has changed since the run began, because the change has no effect.

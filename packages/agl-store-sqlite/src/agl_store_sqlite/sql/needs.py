@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agl.contracts import LabelMove, Presence, Recording, Trained, VersionScore
-from agl.schemas import Claim, Outcome, ResourceVersion, Rollout, Span
-from agl.stores import Work, documents_of
+from agl.schemas import Blob, Claim, Outcome, ResourceVersion, Rollout, Span
+from agl.stores import Work, documents_needed, documents_of
 
 MOST_CLAIMED = 100_000
 """Largest number of rollouts that one transaction claims."""
@@ -60,7 +60,11 @@ def _enqueue(rollouts: Sequence[Rollout]) -> Needs:
 
 
 def _restore(recordings: Sequence[Recording], **_: Any) -> Needs:
-    return Needs(rollout_ids=[recording.rollout.rollout_id for recording in recordings], new=len(recordings))
+    return Needs(
+        rollout_ids=[recording.rollout.rollout_id for recording in recordings],
+        new=len(recordings),
+        documents=documents_needed(spans=[span for recording in recordings for span in recording.spans]),
+    )
 
 
 def _claim(*, limit: int, experiment: str | None, claim_id: str, **_: Any) -> Needs:
@@ -77,15 +81,32 @@ def _renew(attempt_ids: Sequence[str], **_: Any) -> Needs:
 
 def _finish(outcomes: Sequence[Outcome]) -> Needs:
     spans = [span for outcome in outcomes for span in outcome.spans]
-    return Needs(attempt_ids=[outcome.attempt_id for outcome in outcomes], spans=spans)
+    attempt_ids = [outcome.attempt_id for outcome in outcomes]
+    return Needs(attempt_ids=attempt_ids, spans=spans, documents=documents_needed(spans=spans))
 
 
 def _of_rollouts(rollout_ids: Sequence[str]) -> Needs:
     return Needs(rollout_ids=rollout_ids)
 
 
+def _delete(rollout_ids: Sequence[str]) -> Needs:
+    return Needs(rollout_ids=rollout_ids, documents=documents_needed(rollout_ids=rollout_ids))
+
+
 def _append_spans(spans: Sequence[Span]) -> Needs:
-    return Needs(spans=spans)
+    return Needs(spans=spans, documents=documents_needed(spans=spans))
+
+
+def _save_blobs(blobs: Sequence[Blob]) -> Needs:
+    return _of_blobs([blob.digest for blob in blobs])
+
+
+def _drop(checks: Sequence[Any]) -> Needs:
+    return _of_blobs([check.digest for check in checks])
+
+
+def _of_blobs(digests: Sequence[str]) -> Needs:
+    return Needs(documents=documents_needed(digests=digests), locks=[f"blob {digest}" for digest in digests])
 
 
 def _publish(versions: Sequence[ResourceVersion]) -> Needs:
@@ -129,8 +150,10 @@ _NEEDS: dict[str, Callable[..., Needs]] = {
     "renew": _renew,
     "finish": _finish,
     "cancel": _of_rollouts,
-    "delete": _of_rollouts,
+    "delete": _delete,
     "append_spans": _append_spans,
+    "save_blobs": _save_blobs,
+    "drop": _drop,
     "publish": _publish,
     "move_label": _move_label,
     "save_scores": _save_scores,

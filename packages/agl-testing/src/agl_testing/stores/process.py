@@ -1,8 +1,8 @@
 """The location of a store under test, and a child process that works on the store.
 
-``python -m agl_testing.stores.process FACTORY URL REPORT write|drain`` works on a store until it is killed (``write``)
-or the queue is empty (``drain``). It appends a line to REPORT after every acknowledged write, so that a test can
-compare the acknowledged writes with the stored records.
+``python -m agl_testing.stores.process FACTORY URL REPORT write|drain|save`` works on a store until it is killed
+(``write``) or the queue is empty (``drain``), or saves :data:`BLOBS` (``save``). It appends a line to REPORT after each
+acknowledged write, so that a test can compare the acknowledged writes with the stored records.
 """
 
 import asyncio
@@ -15,9 +15,12 @@ import msgspec
 
 from agl.contracts import ExperimentRecord, Store, Trained
 from agl.schemas import Record
-from agl_testing.stores.samples import TWO_ATTEMPTS, VICTIM, make_call, make_rollout, make_span, outcome_of
+from agl_testing.stores.samples import TWO_ATTEMPTS, VICTIM, make_blob, make_call, make_rollout, make_span, outcome_of
 
 LEASE_S = 1.0
+
+BLOBS = [make_blob(f"{at}" * 10_000) for at in range(20)]
+"""The blobs that the mode ``save`` saves, one after the other."""
 
 
 class StoreLocation(Record, frozen=True, kw_only=True):
@@ -50,7 +53,7 @@ class Acknowledged(Record, frozen=True, kw_only=True):
 
 
 async def main(location: StoreLocation, report_path: str, mode: str) -> None:
-    """Write to the store until killed (mode ``write``), or finish rollouts until the queue is empty (``drain``).
+    """Write until killed (``write``), finish rollouts until the queue is empty (``drain``), or save blobs (``save``).
 
     Each acknowledged write is reported as a line in the file at ``report_path``.
     """
@@ -58,6 +61,9 @@ async def main(location: StoreLocation, report_path: str, mode: str) -> None:
     with open(report_path, "ab", buffering=0) as report:
         if mode == "drain":
             await _drain(store, report)
+        elif mode == "save":
+            for blob in BLOBS:
+                await store.save_blobs([blob])
         else:
             await asyncio.gather(*(_write(store, report) for _ in range(3)))
     await store.close()

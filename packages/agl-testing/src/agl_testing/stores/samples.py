@@ -7,6 +7,7 @@ from itertools import count
 from agl.contracts import Store
 from agl.schemas import (
     AttemptStatus,
+    Blob,
     Claim,
     ErrorInfo,
     Mode,
@@ -18,6 +19,7 @@ from agl.schemas import (
     Sampling,
     Span,
     SpanEvent,
+    digest_of,
     new_rollout_id,
     new_span_id,
     pack_floats,
@@ -82,6 +84,12 @@ def make_call(prompt: Sequence[int], response: Sequence[int], *, request_id: str
         finish_reason="stop",
         latency_s=0.25,
     )
+
+
+def make_blob(text: str) -> Blob:
+    """Create a blob whose content is ``text``."""
+    data = text.encode()
+    return Blob(digest=digest_of(data), media_type="image/png", data=data)
 
 
 def make_reward_span(rollout_id: str, attempt_id: str, value: float) -> Span:

@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 
 from agl_testing.conformance._base import Conformance
+from agl_testing.conformance.store.blobs import BlobTests
 from agl_testing.conformance.store.choosing import SpanQueryTests
 from agl_testing.conformance.store.cost import CostTests
 from agl_testing.conformance.store.durability import DurabilityTests
@@ -30,6 +31,7 @@ class StoreConformance(
     FeedTests,
     RecordingTests,
     SpanQueryTests,
+    BlobTests,
     ResourceTests,
     ExperimentTests,
     StatisticsTests,
@@ -52,8 +54,8 @@ class StoreConformance(
 
             def damage(self, location, rollout_id, number, data): ...
 
-    Flags, all true by default: ``is_durable``, ``is_shared``, ``has_schema_version``, ``has_older_schema``,
-    ``can_be_damaged``.
+    Flags, all true by default: ``is_durable``, ``is_shared``, ``is_in_process``, ``has_schema_version``,
+    ``has_older_schema``, ``can_be_damaged``.
     """
 
     contract: ClassVar[str] = "store"
