@@ -75,7 +75,12 @@ class TransformersVision:
         self._placeholder = int(self._processor.image_token_id)
         self._merge = _merge(self._config)
         self.processor = _name(self._processor)
-        self.banned = frozenset(_vision_ids(self._config) | _vision_ids(self._processor))
+        marks = {
+            *getattr(self._processor, "row_col_ids", ()),
+            *_vision_ids(self._config),
+            *_vision_ids(self._processor),
+        }
+        self.banned = frozenset(marks - {None, self._processor.tokenizer.unk_token_id})
         self._work, self._lock = threading.Lock(), threading.Lock()  # of the processor, and of the cache
         self._cache: OrderedDict[str, _Picture] = OrderedDict()
         self._n_bytes = 0

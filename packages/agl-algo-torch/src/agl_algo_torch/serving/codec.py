@@ -26,11 +26,35 @@ _FORMS: tuple[tuple[str | None, bool], ...] = (("", False), (None, False), ("", 
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Return messages (of `plain_message`) as the chat template renders them, with tool calls as it expects them."""
+    """Return messages (of `plain_message`) as the chat template renders them, with tool calls as it expects them.
+
+    A template that leaves out content that is text gets it as a list of parts; those of some vision models are so.
+    """
     if any(message.get("tool_calls") for message in messages):
         content, is_text = _call_form(tokenizer, str(tokenizer.chat_template))
         messages = [_formed(message, content, is_text=is_text) for message in messages]
+    if not _shows_text(tokenizer, str(tokenizer.chat_template)):
+        messages = [_with_parts(message) for message in messages]
     return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+
+
+@lru_cache(maxsize=8)
+def _shows_text(tokenizer: Any, _template: str) -> bool:
+    """Return true unless the template renders a text only if it is in a list of parts."""
+    forms = ("agl-probe", [{"type": "text", "text": "agl-probe"}])
+    shown: list[bool] = []
+    for content in forms:
+        try:
+            message = {"role": "user", "content": content}
+            shown.append("agl-probe" in tokenizer.apply_chat_template([message], tokenize=False))
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
+            shown.append(False)
+    return shown != [False, True]
+
+
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _formed(message: Mapping[str, Any], content: str | None, *, is_text: bool) -> Mapping[str, Any]:

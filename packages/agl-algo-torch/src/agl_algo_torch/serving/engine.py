@@ -15,6 +15,9 @@ This engine uses the model's forward pass with its masks, the `Cache` interface 
 Prompts reuse the keys and values of the longest stored prefix (earlier turns, siblings of a group, a common system
 prompt). Identical prompts that wait together are computed once. A weight swap removes all prefixes.
 
+Pictures are compared by their digests, not by their placeholders. The model gets those that its cache does not hold
+yet, and positions with every pass: it would remember those of the last pass with pictures, and use them for others.
+
 The caller sets the number of threads with `torch.set_num_threads`; one is fastest for models below a few million
 parameters.
 Limits: one device; the batch reads masked columns up to its longest row, so one very long row slows its neighbours.
@@ -58,6 +61,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from agl.contracts import Modality
+    from agl.schemas import Blob, MediaSpan
     from agl_algo_torch.serving.kvcache import KeyValues, TokenArray
 
 _log = logging.getLogger(__name__)
@@ -121,6 +126,7 @@ class Engine:
         model: A Hugging Face causal LM on the device that it runs on.
         version: Version of the model's current weights.
         settings: Limits.
+        modality: Gives the tensors and positions of pictures, and the ids that are never drawn.
 
     Attributes:
         settings: Limits.
@@ -129,13 +135,22 @@ class Engine:
         stats: Counters, which the engine's thread updates.
     """
 
-    def __init__(self, model: nn.Module, *, version: str = "0", settings: EngineSettings | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        version: str = "0",
+        settings: EngineSettings | None = None,
+        modality: Modality | None = None,
+    ) -> None:
         config = cast("Any", model).config.get_text_config()
         self.settings = settings or EngineSettings()
         self.version = version
         self.stats = EngineStats()
         self._model = model.eval()
         self._device = next(model.parameters()).device
+        self._modality = modality
+        self._banned = torch.tensor(sorted(modality.banned if modality else ()), device=self._device)
         self.vocab_size = int(config.vocab_size)
         self._options = forward_arguments(model) & {"position_ids", "logits_to_keep"}
         self._cache_argument = cache_argument(model)
@@ -329,7 +344,8 @@ class Engine:
             return
         try:
             ids_T = torch.tensor(scoring.ids, device=self._device)
-            logp_T_V = self._model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float().log_softmax(1)
+            logits_T_V = self._model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
+            logp_T_V = self._allowed(logits_T_V).log_softmax(1)
             scoring.done.set_result(numbers(logp_T_V.gather(1, ids_T[1:, None])[:, 0]))
         except Exception as error:  # noqa: BLE001 - isolation point: the caller gets it
             scoring.done.set_exception(EngineError(f"Scoring failed: {type(error).__name__}: {error}."))
@@ -371,38 +387,64 @@ class Engine:
         cache = self._scratch
         cache.begin([admission.prefix for admission in admissions], new_tokens=width)
         new = [admission.new for admission in admissions]
-        logits = self._forward(cache, *padded(admissions, width), new=new)
+        ids, positions = padded(admissions, width)
+        if self._modality is not None and any(admission.media for admission in admissions):
+            positions = with_pictures(positions, admissions, self._modality)
+        logits = self._forward(cache, ids, positions, new=new, pictures=self._pictures(admissions))
         for row, admission in enumerate(admissions):
             computed = cache.row(row, tokens=admission.new)
             parts = [computed] if admission.prefix is None else [admission.prefix, computed]
             for _ in admission.flights:
                 self._cache.add(parts)
             last = len(self._cache.lengths) - 1
-            self._prefixes.add(admission.tokens, self._cache.row(last, tokens=len(admission.tokens)))
+            self._prefixes.add(admission.identity, self._cache.row(last, tokens=len(admission.tokens)))
             self.stats.prefilled_tokens += admission.new
             self.stats.cached_tokens += admission.shared
         # The row of the logits for each flight that joins: siblings share one prompt, and one row.
         source = [row for row, admission in enumerate(admissions) for _ in admission.flights]
         self._draw(logits[source], first=first)
 
+    def _pictures(self, admissions: Sequence[Admission]) -> dict[str, Any]:
+        """Return the model's arguments for the pictures in the tokens to compute, in the order of the rows."""
+        new = [picture for admission in admissions for picture in admission.pictures]
+        if self._modality is None or not new:
+            return {}
+        given = self._modality.features([blob for _, blob in new], [span for span, _ in new])
+        return {name: value.to(self._device) for name, value in given.items()}
+
     def _step(self) -> None:
         """Run one forward pass over the latest token of every running row, and draw each row's next token."""
         lengths = self._cache.lengths
         ids = torch.tensor([[flight.ids[-1]] for flight in self._running])  # [rows, 1]
-        positions = torch.tensor([[length] for length in lengths])  # [rows, 1], without the padding
+        # [rows, 1], without the padding
+        positions = torch.tensor(
+            [[length + flight.shift] for length, flight in zip(lengths, self._running, strict=True)]
+        )
         self._cache.reserve(1)
         logits = self._forward(self._cache, ids, positions, new=[1] * len(lengths))
         self.stats.steps += 1
         self._draw(logits, first=0)
 
     @torch.inference_mode()
-    def _forward(self, cache: BatchCache, ids: Tensor, positions: Tensor, *, new: list[int]) -> Tensor:
-        """Return the logits at the last column, [rows, V]; ids and positions are left-padded, [rows, columns]."""
+    def _forward(
+        self,
+        cache: BatchCache,
+        ids: Tensor,
+        positions: Tensor,
+        *,
+        new: list[int],
+        pictures: dict[str, Any] | None = None,
+    ) -> Tensor:
+        """Return the logits at the last column, [rows, V]; ids and positions are left-padded, [rows, columns].
+
+        Positions of a model with several kinds of them are [kinds, rows, columns].
+        """
         inputs: dict[str, Any] = {
             "input_ids": ids.to(self._device),
             "attention_mask": cache.mask(new, pad_to=ids.shape[1]),
             self._cache_argument: cache,
             "use_cache": True,
+            **(pictures or {}),
         }
         if "position_ids" in self._options:
             inputs["position_ids"] = positions.to(self._device)
@@ -410,7 +452,11 @@ class Engine:
             inputs["logits_to_keep"] = 1
         logits = cast("Tensor", self._model(**inputs).logits)
         cache.advance(ids.shape[1])
-        return logits[:, -1]
+        return self._allowed(logits[:, -1])
+
+    def _allowed(self, logits: Tensor) -> Tensor:
+        """Return the logits, [..., V], without the ids that stand for pictures: a model cannot read its own."""
+        return logits.index_fill(-1, self._banned, -torch.inf) if len(self._banned) else logits
 
     @torch.inference_mode()
     def _draw(self, logits: Tensor, *, first: int) -> None:
@@ -431,7 +477,7 @@ class Engine:
         for row in rows:
             flight = self._running[row]
             length = self._cache.lengths[row]  # one less than its tokens: the last one was drawn but never an input
-            self._prefixes.add(flight.tokens()[:length], self._cache.row(row, tokens=length))
+            self._prefixes.add(flight.identity()[:length], self._cache.row(row, tokens=length))
             if not flight.is_cancelled:
                 flight.listener(flight.result())
         self._evict(rows)
@@ -456,12 +502,14 @@ class Admission:
 
     Attributes:
         tokens: The prompt, and any tokens that were generated before a weight swap interrupted the sequence.
+        identity: The tokens with numbers from the pictures in place of their placeholders.
         shared: Number of tokens in `prefix`.
         prefix: Keys and values of the first `shared` tokens; None without a stored prefix.
         flights: The sequences that join the batch; they share the computation of the prompt.
     """
 
     tokens: TokenArray
+    identity: TokenArray
     shared: int
     prefix: KeyValues | None
     flights: list[Flight]
@@ -470,6 +518,18 @@ class Admission:
     def new(self) -> int:
         """Number of prompt tokens to compute, without the stored prefix."""
         return len(self.tokens) - self.shared
+
+    @property
+    def media(self) -> tuple[MediaSpan, ...]:
+        """The spans of all pictures in the tokens."""
+        return self.flights[0].request.media
+
+    @property
+    def pictures(self) -> list[tuple[MediaSpan, Blob]]:
+        """The pictures in the tokens to compute."""
+        request = self.flights[0].request
+        both = zip(request.media, request.blobs, strict=True)
+        return [(span, blob) for span, blob in both if span.offset >= self.shared]
 
 
 def share_of(limit: int) -> int:
@@ -502,8 +562,8 @@ def pick(
         if attempt and taken[attempt] >= share:
             kept.append(flight)
             continue
-        tokens = flight.tokens()
-        admission = picked.get(tokens.tobytes()) or _admission(tokens, picked, prefixes)
+        identity = flight.identity()
+        admission = picked.get(identity.tobytes()) or _admission(flight, identity, picked, prefixes)
         if admission is None:
             kept.append(flight)
             continue
@@ -512,7 +572,7 @@ def pick(
         if picked and not admission.flights and (len(picked) + 1) * width > prefill_tokens:
             kept.append(flight)
             break
-        picked[tokens.tobytes()] = admission
+        picked[identity.tobytes()] = admission
         admission.flights.append(flight)
         flight.cached_tokens = admission.shared
         taken[attempt] += 1
@@ -521,15 +581,21 @@ def pick(
     return list(picked.values())
 
 
-def _admission(tokens: TokenArray, picked: dict[bytes, Admission], prefixes: PrefixStore) -> Admission | None:
+def _admission(
+    flight: Flight, identity: TokenArray, picked: dict[bytes, Admission], prefixes: PrefixStore
+) -> Admission | None:
     """Return the admission of a prompt not yet picked in this turn; None if a picked prompt will compute its prefix."""
-    shared, prefix = prefixes.find(tokens)
+    shared, prefix = prefixes.find(identity)
+    # A picture is computed as a whole, so a prefix that ends inside one ends before it.
+    cut = next((s.offset for s in flight.request.media if s.offset < shared < s.offset + s.length), shared)
+    if prefix is not None and cut < shared:
+        shared, prefix = cut, [tensor[:, :, :cut] for tensor in prefix] if cut else None
     probe = shared + _WORTH_WAITING
-    if prefixes.is_on and len(tokens) > probe:
-        start = tokens[:probe].tobytes()
+    if prefixes.is_on and len(identity) > probe:
+        start = identity[:probe].tobytes()
         if any(key.startswith(start) for key in picked):
             return None
-    return Admission(tokens, shared, prefix, [])
+    return Admission(flight.tokens(), identity, shared, prefix, [])
 
 
 def padded(admissions: Sequence[Admission], width: int) -> tuple[Tensor, Tensor]:
@@ -540,3 +606,19 @@ def padded(admissions: Sequence[Admission], width: int) -> tuple[Tensor, Tensor]
         ids[row, width - admission.new :] = torch.tensor(admission.tokens[admission.shared :])
         positions[row, width - admission.new :] = torch.arange(admission.shared, len(admission.tokens))
     return ids, positions
+
+
+def with_pictures(positions: Tensor, admissions: Sequence[Admission], modality: Modality) -> Tensor:
+    """Return the positions of prompts with pictures, [kinds, rows, columns] if the model has several kinds of them.
+
+    Takes the plain positions of `padded`, and sets by how much the flights' later positions differ from plain ones.
+    """
+    every = [modality.positions(admission.tokens.tolist(), admission.media) for admission in admissions]
+    if every[0] is None:
+        return positions
+    found = positions.repeat(len(every[0]), 1, 1)
+    for row, (admission, own) in enumerate(zip(admissions, every, strict=True)):
+        found[:, row, positions.shape[1] - admission.new :] = own[:, admission.shared :]
+        for flight in admission.flights:
+            flight.shift = int(own.max()) + 1 - len(admission.tokens)
+    return found

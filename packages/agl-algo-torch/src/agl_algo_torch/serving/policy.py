@@ -118,7 +118,7 @@ class TorchPolicy:
         self._swapping = asyncio.Lock()
         self._offered: tuple[Weights, LoadedModel | Mapping[str, Tensor] | HeldAdapter] | None = None
         limits = EngineSettings(max_rows=max_rows, max_waiting=max_waiting, prefix_bytes=prefix_mb * 2**20, seed=seed)
-        self._engine = Engine(loaded.model, settings=limits)
+        self._engine = Engine(loaded.model, settings=limits, modality=loaded.modality)
         self._engines = {self.model_name: self._engine}  # by the name of the model in requests
         self._thread: ServerThread | None = None
         self._base_url = ""
@@ -164,7 +164,7 @@ class TorchPolicy:
         config = cast("Any", self._loaded.model).config
         codec = TextCodec(self._loaded.tokenizer, stop_ids=self._loaded.stop_ids, visible=self._format.tags)
         context_length = self._settings.context_length or config.get_text_config().max_position_embeddings
-        builder = PromptBuilder(codec, context_length=context_length)
+        builder = PromptBuilder(codec, context_length=context_length, modality=self._loaded.modality)
         return PolicyServer(
             engines=self._engines,
             codec=codec,
@@ -231,7 +231,12 @@ class TorchPolicy:
                 await self._retire(self._engines.pop(name))
             for name in names.keys() - self._engines.keys():
                 weights = await asyncio.to_thread(self._weights.beside, self._weights_of(names[name]))
-                engine = Engine(weights.model, version=names[name].version, settings=self._engine.settings)
+                engine = Engine(
+                    weights.model,
+                    version=names[name].version,
+                    settings=self._engine.settings,
+                    modality=self._loaded.modality,
+                )
                 engine.start()
                 self._engines[name] = engine
         served = self._served()

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from agl.errors import PolicyError
+from agl.schemas import identity_ids
 from agl_algo_torch.serving.sampling import Draw, SamplingParams
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
+    from agl.schemas import Blob, MediaSpan
     from agl_algo_torch.serving.kvcache import TokenArray
 
 FinishReason = Literal["stop", "length"]
@@ -47,6 +49,8 @@ class GenerationRequest:
         stop_check: Called with all generated ids after each token, in the engine's thread; true ends the sequence.
         wants_tokens: Whether the listener gets every token as soon as it is drawn.
         attempt: The attempt that asks; all its sequences together leave a part of the rows to others. `""` for none.
+        media: The spans of pictures in the prompt.
+        blobs: The pictures, in the order of their spans.
     """
 
     prompt_ids: tuple[int, ...]
@@ -56,6 +60,8 @@ class GenerationRequest:
     stop_check: Callable[[Sequence[int]], bool] | None = None
     wants_tokens: bool = False
     attempt: str = ""
+    media: tuple[MediaSpan, ...] = ()
+    blobs: tuple[Blob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +111,19 @@ class Flight:
     spans: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])  # (version, end of its tokens)
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    shift: int = 0  # by how much the positions after the prompt differ from the number of tokens, because of pictures
     is_cancelled: bool = False
 
     def tokens(self) -> TokenArray:
         """Return the prompt and the tokens generated so far."""
         return np.array([*self.request.prompt_ids, *self.ids], dtype=np.int32)
+
+    def identity(self) -> TokenArray:
+        """Return `tokens` with numbers from the pictures in place of their placeholders, to compare prompts by."""
+        tokens = self.tokens()
+        if not self.request.media:
+            return tokens
+        return np.frombuffer(identity_ids(tokens.tobytes(), self.request.media), dtype=np.int32)
 
     def accept(self, draw: Draw, *, version: str) -> None:
         """Add the next token; sets `finish_reason` at the sequence's end, and reports the token if the request asks."""

@@ -28,6 +28,7 @@ from agl_algo_torch.serving.sequence import (
     EngineError,
     GenerationRequest,
 )
+from agl_algo_torch.serving.templates import Prompt
 from agl_algo_torch.serving.wire import (
     ChatBody,
     CompletionBody,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from agl_algo_torch.serving.codec import TextCodec
     from agl_algo_torch.serving.engine import Engine
     from agl_algo_torch.serving.prompting import PromptThreads
-    from agl_algo_torch.serving.templates import Prompt
     from agl_algo_torch.serving.toolcalls import AnswerFormat
     from agl_algo_torch.serving.wire import Body
 
@@ -57,7 +57,7 @@ _BODY_PER_TOKEN = 32
 """Largest number of bytes of a chat request for each token of the context; every request may have 1 MiB more."""
 
 _LARGEST_BODY = 64 * 2**20
-"""Largest number of bytes of a request of completions, which may have many prompts."""
+"""Largest number of bytes of a request of completions, which may have many prompts, and of a chat with pictures."""
 
 _MOST_PROMPTS = 1024
 
@@ -103,7 +103,8 @@ class PolicyServer:
         self._engine = engines[settings.model_name]
         self._answers, self._settings = answers, settings
         self._key = key.encode()
-        self._largest_chat = 2**20 + _BODY_PER_TOKEN * settings.context_length
+        largest = 2**20 + _BODY_PER_TOKEN * settings.context_length
+        self._largest_chat = max(largest, _LARGEST_BODY) if prompts.builder.modality else largest
         self._rendering_arguments = codec.rendering_arguments
         self._created = int(time.time())
 
@@ -160,7 +161,7 @@ class PolicyServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request, ChatBody)
-        check_messages(body.messages)
+        check_messages(body.messages, sees=self._prompts.builder.modality is not None)
         tools = self._tools(body)
         attempt = _attempt(request)
         prompt = await self._prompt(body, tools, attempt=attempt)
@@ -175,7 +176,7 @@ class PolicyServer:
             stop_ids=stop_ids,
         )
         head = AnswerHead(id=new_id("chatcmpl"), model=body.model, created=int(time.time()), kind="chat")
-        call = self._call(body, head, writer, [prompt.ids], stop_ids, attempt=attempt)
+        call = self._call(body, head, writer, [prompt], stop_ids, attempt=attempt)
         return await serve(request, call, self._engine_of(body))
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
@@ -224,7 +225,7 @@ class PolicyServer:
         scores = await self._scores(body, prompts)
         writer = CompletionWriter(body=body, prompts=prompts, codec=self._codec, stop_ids=stop_ids, scores=scores)
         head = AnswerHead(id=new_id("cmpl"), model=body.model, created=int(time.time()), kind="completions")
-        call = self._call(body, head, writer, prompts, stop_ids, attempt=attempt)
+        call = self._call(body, head, writer, [Prompt("", ids) for ids in prompts], stop_ids, attempt=attempt)
         return await serve(request, call, self._engine_of(body))
 
     async def _scores(self, body: CompletionBody, prompts: Sequence[Sequence[int]]) -> list[list[float]] | None:
@@ -279,7 +280,7 @@ class PolicyServer:
         body: ChatBody | CompletionBody,
         head: AnswerHead,
         writer: AnswerWriter,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[Prompt],
         stop_ids: frozenset[int],
         *,
         attempt: str,
@@ -287,19 +288,21 @@ class PolicyServer:
         check = stop_checker(self._codec, body.stops)
         requests = [
             GenerationRequest(
-                prompt_ids=prompt,
-                max_tokens=self._max_tokens(len(prompt), body.limit),
+                prompt_ids=prompt.ids,
+                max_tokens=self._max_tokens(len(prompt.ids), body.limit),
                 params=body.params(choice),
                 stop_ids=stop_ids,
                 stop_check=check,
                 wants_tokens=body.stream,
                 attempt=attempt,
+                media=prompt.media,
+                blobs=prompt.blobs,
             )
             for prompt in prompts
             for choice in range(body.n)
         ]
         return CheckedRequest(
-            body=body, head=head, writer=writer, requests=requests, prompt_tokens=sum(map(len, prompts))
+            body=body, head=head, writer=writer, requests=requests, prompt_tokens=sum(len(one.ids) for one in prompts)
         )
 
     def _max_tokens(self, prompt_tokens: int, limit: int | None) -> int:

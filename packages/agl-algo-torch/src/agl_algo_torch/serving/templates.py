@@ -8,6 +8,9 @@ rest. Tool calls and plain answers that come back unchanged are rendered as the 
 where the prompt that they answered comes before them unchanged. If the text still differs (the template drops the
 reasoning of earlier answers, or the client edited them), the whole conversation is tokenised, and a new row begins.
 
+Pictures stand in the text as one placeholder each, and a stored turn is continued only by a conversation that has the
+same pictures so far. The model's modality replaces the placeholders once the ids of the whole conversation are known.
+
 Limit: two conversations with equal text and different ids are distinguished by the ids of their tool calls. Without
 tool calls the most recent one is continued.
 """
@@ -19,17 +22,20 @@ import secrets
 import threading
 from collections import Counter, OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from agl_algo_torch.serving.codec import REASONING
+from agl_algo_torch.serving.pictures import pictures_of, with_placeholders
 from agl_algo_torch.serving.wire import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from agl.contracts import Modality
+    from agl.schemas import Blob, MediaSpan
     from agl_algo_torch.serving.codec import TextCodec
 
 _LONGEST_TAIL = 24
@@ -51,12 +57,23 @@ class Prompt:
         ids: Its token ids.
         spliced: Number of ids that were copied from earlier turns.
         messages: Number of messages.
+        media: The spans of the pictures in the ids.
+        blobs: The pictures.
+        short_ids: The ids with one placeholder for each picture; empty without pictures.
     """
 
     text: str
     ids: tuple[int, ...]
     spliced: int = 0
     messages: int = 0
+    media: tuple[MediaSpan, ...] = ()
+    blobs: tuple[Blob, ...] = field(default=(), repr=False)
+    short_ids: tuple[int, ...] = ()
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The digests of the pictures, in order."""
+        return tuple(span.digest for span in self.media)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,7 @@ class _Turn:
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
     answer: WrittenAnswer | None = None
+    digests: tuple[str, ...] = ()
 
     @property
     def call_ids(self) -> frozenset[str]:
@@ -77,6 +95,18 @@ class _Turn:
         return len(self.prompt_ids) + len(self.ids)
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The ids of the tool calls of a conversation, and the digests of its pictures in order."""
+
+    calls: set[str]
+    digests: tuple[str, ...]
+
+    def has(self, turn: _Turn) -> bool:
+        """Return true if the conversation begins with the pictures of a stored turn."""
+        return turn.digests == self.digests[: len(turn.digests)]
+
+
 class PromptBuilder:
     """Builds prompts with one codec, for several threads at once.
 
@@ -85,10 +115,14 @@ class PromptBuilder:
         context_length: Largest number of tokens of a prompt. Texts with more characters than that many tokens can have
             are refused.
         max_tokens: Largest number of tokens of stored prompts and responses.
+        modality: Reads the pictures of messages; None for a policy of text.
     """
 
-    def __init__(self, codec: TextCodec, *, context_length: int, max_tokens: int = 2_000_000) -> None:
+    def __init__(
+        self, codec: TextCodec, *, context_length: int, max_tokens: int = 2_000_000, modality: Modality | None = None
+    ) -> None:
         self._codec = codec
+        self.modality = modality
         self._context_length, self._longest = context_length, context_length * codec.longest_token
         self._lock = threading.Lock()  # of the stored turns
         self._max_tokens = max_tokens
@@ -106,24 +140,39 @@ class PromptBuilder:
         """Render and tokenise a conversation, whose last token is directly before the assistant's answer.
 
         Raises the template's own errors (`jinja2.TemplateError` for refused messages), and WireError if the context
-        cannot hold the text.
+        cannot hold the text or a picture cannot be read.
         """
         plain = [plain_message(message) for message in messages]
+        blobs = pictures_of(messages) if self.modality is not None else []
+        seen = _Seen({call_id for message in plain for call_id in call_ids(message)}, tuple(b.digest for b in blobs))
         settings = {"tools": list(tools) if tools else None, **options}
-        known_calls = {call_id for message in plain for call_id in call_ids(message)}
-        written = self._as_written(plain, settings)
-        prompt = self._spliced(written, known_calls) if written is not None else None
+        written = self._as_written(plain, settings, seen.digests)
+        prompt = self._spliced(written, seen) if written is not None else None
         if prompt is None:
             text = self._codec.render(plain, **settings)
-            prompt = self._spliced(text, known_calls) or Prompt(text, tuple(self._codec.encode(text)))
-        return replace(prompt, messages=len(plain))
+            prompt = self._spliced(text, seen) or Prompt(text, tuple(self._codec.encode(text)))
+        return self._expanded(replace(prompt, messages=len(plain)), blobs)
 
-    def _as_written(self, plain: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str | None:
+    def _expanded(self, prompt: Prompt, blobs: Sequence[Blob]) -> Prompt:
+        """Return the prompt with the tokens of its pictures; a placeholder that a message's text holds is refused."""
+        if self.modality is None:
+            return prompt
+        try:
+            ids, media = self.modality.expand(prompt.ids, blobs)
+        except ValueError as error:
+            raise WireError(str(error), code="unsupported_content", param="messages") from error
+        if not media:
+            return prompt
+        return replace(prompt, ids=tuple(ids), media=media, blobs=tuple(blobs), short_ids=prompt.ids)
+
+    def _as_written(
+        self, plain: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], digests: tuple[str, ...]
+    ) -> str | None:
         """Render the conversation with stored answers exactly as the model wrote them.
 
         Returns None if no stored answer is in the conversation, or if the template fails.
         """
-        found = self._answers.found(plain)
+        found = self._answers.found(plain, digests)
         for _ in range(_MOST_RENDERINGS):
             if not found:
                 return None
@@ -147,10 +196,10 @@ class PromptBuilder:
             self._answers.drop_calls(found.pop(place))
         return None
 
-    def _spliced(self, text: str, known_calls: set[str]) -> Prompt | None:
+    def _spliced(self, text: str, seen: _Seen) -> Prompt | None:
         """Return a prompt with the ids of the longest stored turn that is a prefix of `text`; None without one."""
         self._check(text)
-        found = self._find(text, known_calls)
+        found = self._find(text, seen)
         if found is None:
             return None
         start, turn = found
@@ -176,15 +225,15 @@ class PromptBuilder:
                 param="messages",
             )
 
-    def _find(self, text: str, known_calls: set[str]) -> tuple[int, _Turn] | None:
+    def _find(self, text: str, seen: _Seen) -> tuple[int, _Turn] | None:
         """Return the longest stored turn that is a prefix of `text`, as (its end in `text`, turn); None without one."""
         with self._lock:
             for end in self._ends(text):
-                turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
+                turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end) and seen.has(t)]
                 if turns:
                     self._turns.move_to_end(text[:end])
                     # Siblings may have equal texts and different ids; the ids of their tool calls distinguish them.
-                    turn = max(turns, key=lambda t: (len(t.text), len(t.call_ids & known_calls)))
+                    turn = max(turns, key=lambda t: (len(t.text), len(t.call_ids & seen.calls)))
                     return end + len(turn.text), turn
         return None
 
@@ -210,7 +259,7 @@ class PromptBuilder:
         text = self._codec.decode(ids)
         answer = self._answer(prompt, text, ids[-1], message) if message is not None else None
         with self._lock:
-            self._store(prompt.text, _Turn(text, prompt.ids, tuple(ids), answer))
+            self._store(prompt.text, _Turn(text, prompt.short_ids or prompt.ids, tuple(ids), answer, prompt.digests))
 
     def _store(self, before: str, turn: _Turn) -> None:
         if turn.answer is not None:
@@ -231,7 +280,7 @@ class PromptBuilder:
     def _answer(self, prompt: Prompt, text: str, last: int, message: Mapping[str, Any]) -> WrittenAnswer | None:
         """Return the answer as the model wrote it; None if every template renders `message` with exactly that text."""
         end = self._codec.token_text(last) if last in self._codec.stop_ids else ""
-        answer = WrittenAnswer(prompt, text.removesuffix(end), plain_message(message))
+        answer = WrittenAnswer(replace(prompt, blobs=()), text.removesuffix(end), plain_message(message))
         return answer if answer.is_needed else None
 
     def _evict(self) -> None:
@@ -253,14 +302,16 @@ class PromptBuilder:
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates expect it: content as text, arguments of tool calls as objects.
+    """Return a message as templates expect it: arguments of tool calls as objects, and content as text.
+
+    Content with pictures is a list of parts.
 
     Reasoning is in all fields of `REASONING`, whichever the client has sent.
     """
     plain = {key: value for key, value in message.items() if value is not None and key not in REASONING}
     thought = next((text for name in REASONING if isinstance(text := message.get(name), str) and text), "")
     plain |= dict.fromkeys(REASONING, thought) if thought else {}
-    plain["content"] = _text(message.get("content"))
+    plain["content"] = with_placeholders(message) or _text(message.get("content"))
     if plain["role"] == "developer":
         plain["role"] = "system"
     if message.get("tool_calls"):
@@ -297,6 +348,11 @@ class WrittenAnswer:
         """True if a template may render the message with another text."""
         return bool(call_ids(self.message)) or self.text.strip() != self.text == self.message["content"]
 
+    def follows(self, messages: int, digests: tuple[str, ...]) -> bool:
+        """Return true if the answer's prompt has so many messages, and the pictures of a conversation so far."""
+        known = self.prompt.digests
+        return self.prompt.messages == messages and known == digests[: len(known)]
+
 
 class WrittenAnswers:
     """Stores answers, and finds them by the ids of their tool calls or by their text.
@@ -327,13 +383,15 @@ class WrittenAnswers:
         for call_id in (call_id for answer in answers for call_id in call_ids(answer.message)):
             self._by_call.pop(call_id, None)
 
-    def found(self, messages: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[WrittenAnswer]]:
+    def found(
+        self, messages: Sequence[Mapping[str, Any]], digests: tuple[str, ...] = ()
+    ) -> dict[int, Sequence[WrittenAnswer]]:
         """Return, by message index, the stored answers that an assistant's message may be; other messages are left out.
 
-        A message whose text or tool calls the client has changed matches no answer.
+        A message whose text or tool calls the client has changed matches no answer. `digests` has the pictures.
         """
         replies = ((place, message) for place, message in enumerate(messages) if message["role"] == "assistant")
-        found = {i: [one for one in self._of(message) if one.prompt.messages == i] for i, message in replies}
+        found = {i: [one for one in self._of(message) if one.follows(i, digests)] for i, message in replies}
         return {place: answers for place, answers in found.items() if answers}
 
     def _of(self, message: Mapping[str, Any]) -> Sequence[WrittenAnswer]:

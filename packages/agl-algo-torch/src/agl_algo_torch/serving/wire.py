@@ -50,6 +50,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+_READS_NO_PICTURES = "it is a text model, or agl-vision is not installed, which reads the pictures of its model."
+
+
 class WireError(Exception):
     """An error response to a request, in OpenAI's form.
 
@@ -89,11 +92,23 @@ class MessageToolCall(msgspec.Struct):
     id: str | None = None
 
 
+class ImageUrl(msgspec.Struct):
+    """A picture in a message; `detail` is ignored, because pictures are read as the model's processor reads them."""
+
+    url: str
+
+
 class ContentPart(msgspec.Struct):
-    """A part of a message's content; only parts of type `text` are supported."""
+    """A part of a message's content: of type `text`, or `image_url` if the policy reads pictures."""
 
     type: str
     text: str | None = None
+    image_url: str | ImageUrl | None = None
+
+    def is_supported(self, *, sees: bool) -> bool:
+        """Return true for text, and with `sees` for a picture."""
+        given = {"text": self.text, "image_url": self.image_url if sees else None}
+        return given.get(self.type) is not None
 
 
 class Message(msgspec.Struct):
@@ -264,8 +279,11 @@ def check_template_kwargs(options: Mapping[str, Any], *, refused: Collection[str
             )
 
 
-def check_messages(messages: list[dict[str, Any]]) -> None:
-    """Raise WireError for a message with invalid fields or with content that is not text."""
+def check_messages(messages: list[dict[str, Any]], *, sees: bool = False) -> None:
+    """Raise WireError for a message with invalid fields, or with content that is neither text nor, if `sees`, pictures.
+
+    An assistant's message has text only.
+    """
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         try:
@@ -273,9 +291,11 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
         except msgspec.ValidationError as error:
             raise WireError(f"{where} is not valid: {error}.", param=where) from error
         for part in checked.content if isinstance(checked.content, list) else ():
-            if part.type != "text" or part.text is None:
+            if not part.is_supported(sees=sees and checked.role != "assistant"):
                 raise WireError(
-                    f"{where} has content of type {part.type!r}, and this policy is a text model. Send text only.",
+                    f"{where} has content of type {part.type!r}, which this policy does not read there: "
+                    + ("only other roles have pictures." if sees else _READS_NO_PICTURES)
+                    + " Send text only.",
                     code="unsupported_content",
                     param=where,
                 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from agl.schemas import to_builtins
 from agl_algo_torch.serving.codec import TextStream, cut_at_stop, safe_length
 
 if TYPE_CHECKING:
@@ -113,8 +114,13 @@ class ChatWriter:
         self._texts = _ChoiceTexts(codec, stops=body.stops, stop_ids=stop_ids, markers=markers)
 
     def top(self) -> Json:
-        """Return the ids of the prompt if the request asks for token ids."""
-        return {"prompt_token_ids": list(self._prompt.ids)} if self._body.return_token_ids else {}
+        """Return the ids of the prompt, and which of them are pictures, if the request asks for token ids."""
+        if not self._body.return_token_ids:
+            return {}
+        top: Json = {"prompt_token_ids": list(self._prompt.ids)}
+        if self._prompt.media and self._builder.modality is not None:
+            top |= {"prompt_media": to_builtins(self._prompt.media), "processor": self._builder.modality.processor}
+        return top
 
     def choice(self, index: int, generation: Generation) -> Json:
         """Return a finished choice."""
