@@ -9,25 +9,32 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from PIL import Image
 
 from agl.episodes import make_rows
 from agl.errors import DatasetError
-from agl.schemas import Blob, Episode, Rollout, Transition, Weights, digest_of, pack_ids
+from agl.schemas import Blob, Episode, MediaSpan, Rollout, Transition, Weights, digest_of, pack_ids
+from agl.stores import MemoryStore
 from agl_algo_torch.data.credited_rows import live_rows
 from agl_algo_torch.data.dialogues import read_dialogues, tokenize
 from agl_algo_torch.learner.batch import RowSample, from_tokens, recompute_logprobs
 from agl_algo_torch.learner.model import LoadedModel, load_model
 from agl_algo_torch.learner.packing import pack, packs_rows
-from agl_algo_torch.learner.pictures import Pictures, expanded
+from agl_algo_torch.learner.pictures import Pictures, RowPictures, expanded
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.learner.scoring import find_head
 from agl_algo_torch.learner.typed_torch import backward
+from agl_algo_torch.serving.policy import TorchPolicy
 from agl_objectives.settings import Compute, Lora, Optim
-from agl_store_sqlite import SQLiteStore
 from agl_vision.tiny import make_tiny
+
+from .seeing_world import Talk, blob
+from .test_seeing import TURNS, pictures
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 FAMILIES = ("qwen2-vl", "idefics3")
 
@@ -47,7 +54,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def loaded(folder: Path) -> LoadedModel:
-    return load_model(str(folder), device="cpu")
+    made = load_model(str(folder), device="cpu")
+    with torch.no_grad():  # with weights as small as at first, neither pictures nor positions would matter
+        for name, parameter in made.model.named_parameters():
+            if parameter.ndim > 1 and "embed_tokens" not in name:
+                parameter.mul_(6.0)
+    return made
 
 
 def dialogue(loaded: LoadedModel, pictures: int, *, turns: int = 3) -> RowSample:
@@ -103,6 +115,28 @@ def test_logprobs_of_rows_with_pictures_are_those_of_the_model_itself(loaded: Lo
         torch.testing.assert_close(single, one, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("count", TURNS)
+def test_logprobs_of_the_trainer_are_those_of_the_policy_server(loaded: LoadedModel, connect: Any, count: int) -> None:
+    policy = TorchPolicy(name="tiny", model=loaded)
+    asyncio.run(policy.start())
+    talk = Talk(connect(policy), pictures(count)).run()
+    asyncio.run(policy.stop())
+    assert loaded.modality is not None
+    shown = {one.digest: one for turn in talk.pictures for one in map(blob, turn)}
+    rows: list[RowSample] = []
+    for answer in talk.answers:
+        prompt, said = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+        spans = msgspec.convert(answer.get("prompt_media", []), tuple[MediaSpan, ...])
+        own = RowPictures(spans=spans, blobs=tuple(shown[s.digest] for s in spans), modality=loaded.modality)
+        mask = [0] * len(prompt) + [1] * len(said)
+        rows.append(from_tokens("r", [*prompt, *said], mask, pictures=own if spans else None))
+    pack(loaded.model)
+    found = recompute_logprobs(loaded.model, rows, token_budget=10_000, device=loaded.device)
+    for row, answer, found_T in zip(rows, talk.answers, found, strict=True):
+        served = [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]]
+        torch.testing.assert_close(found_T[row.mask], torch.tensor(served), atol=1e-5, rtol=0)
+
+
 def test_logprobs_depend_on_the_picture(loaded: LoadedModel) -> None:
     row = dialogue(loaded, 2)
     assert row.pictures is not None
@@ -142,22 +176,22 @@ def call(loaded: LoadedModel, blobs: list[Blob], *, answer: str = "ok", number: 
 
 async def ready(loaded: LoadedModel, calls: list[Transition], stored: list[Blob]) -> tuple[Pictures, Episode]:
     """Return the episode of the calls after its pictures were read from a store that has `stored`."""
-    store = SQLiteStore("sqlite:///:memory:")
+    store = MemoryStore()
     await store.save_blobs(stored)
     rollout = Rollout(rollout_id="r", task={}, experiment="e", group_id="g")
     rows = make_rows(calls, group_id="g")
     episode = Episode(rollout=rollout, attempt=None, reward=1.0, rewards=(), transitions=tuple(calls), rows=rows)
     assert loaded.modality is not None
-    pictures = Pictures(loaded.modality)
-    (found,) = await pictures.ready(store, [episode])
+    held = Pictures(loaded.modality)
+    (found,) = await held.ready(store, [episode])
     await store.close()
-    return pictures, found
+    return held, found
 
 
 def test_rows_get_their_pictures_from_the_store(loaded: LoadedModel) -> None:
     blobs = [picture(1), picture(2)]
-    pictures, episode = asyncio.run(ready(loaded, [call(loaded, blobs)], blobs))
-    (sample,) = live_rows(episode, pictures=pictures)
+    held, episode = asyncio.run(ready(loaded, [call(loaded, blobs)], blobs))
+    (sample,) = live_rows(episode, pictures=held)
     assert sample.pictures is not None
     assert list(sample.pictures.blobs) == blobs
     torch.testing.assert_close(
@@ -170,10 +204,10 @@ def test_rows_get_their_pictures_from_the_store(loaded: LoadedModel) -> None:
 
 def test_a_call_whose_picture_is_gone_is_refused_and_the_others_train(loaded: LoadedModel) -> None:
     calls = [call(loaded, [picture(1)]), call(loaded, [picture(2)], number=1)]
-    pictures, episode = asyncio.run(ready(loaded, calls, [picture(1)]))
+    held, episode = asyncio.run(ready(loaded, calls, [picture(1)]))
     assert [each.reject for each in episode.transitions] == ["", "non_token_input"]
     assert picture(2).digest in episode.transitions[1].detail
-    assert len(live_rows(episode, pictures=pictures)) == 1
+    assert len(live_rows(episode, pictures=held)) == 1
 
 
 def test_a_sampled_placeholder_is_refused_with_its_reason(loaded: LoadedModel) -> None:
