@@ -57,6 +57,7 @@ VIEWS = {
     "rollouts of a step": "/rollouts?experiment=large&algorithm=grpo&step=7",
     "rollouts by reward": "/rollouts?experiment=large&low=0.9",
     "rollouts by a reject reason that none has": "/rollouts?experiment=large&reject=missing_token_ids",
+    "rollouts by words that none holds": "/rollouts?experiment=large&said=nothing+of+this+kind",
     "rollout": "/rollouts/{rollout}",
     "tokens": "/rollouts/{rollout}/tokens",
     "group": "/group?experiment=large&group=task-0",

@@ -31,7 +31,6 @@ ASKED = {
     "promote": {"name": "style", "version": "v2", "label": "production", "reason": "looks\nbetter \u202e"},
     "rollback": {"name": "style", "label": "best"},
     "cancel": {"rollout": "queued"},
-    "retry": {"rollout": "over"},
     "rate": {"rollout": "over", "value": "0.25", "name": "taste", "comment": "<b>fine</b>\r\nreally"},
 }
 
@@ -253,22 +252,6 @@ async def test_rollout_is_cancelled_and_a_finished_one_is_not(desk: Any) -> None
         assert (400, True) == (status, "it has ended (succeeded)" in page)
 
 
-async def test_task_is_queued_again_once_and_trains_nothing(desk: Any) -> None:
-    async with desk() as here:
-        await here.sign_in()
-        form = await here.form("retry", rollout="over")
-        for _ in range(2):
-            assert 200 == (await here.post("/actions/retry", form))[0]
-        old, *_ = await here.store.rollouts(RolloutQuery(ids=("over",)))
-        (new,) = [r for r in await here.store.rollouts(RolloutQuery()) if r.rollout_id.startswith("retry-")]
-        assert ("queued", "test", {"retry_of": "over"}) == (new.status, new.mode, new.metadata)
-        assert (old.task, old.hidden, old.resources, "lab") == (new.task, new.hidden, new.resources, new.experiment)
-        assert "it can be run again once it is finished" in (await here.ask("retry", rollout="queued"))[1]
-        await here.store.save_state({}, experiment=ExperimentRecord(name="lab", status="finished"))
-        status, page = await here.ask("retry", rollout="over")
-        assert (400, True) == (status, "the experiment lab is not running" in page)
-
-
 async def test_late_reward_decides_and_keeps_its_words(desk: Any) -> None:
     async with desk() as here:
         await here.sign_in()
@@ -277,7 +260,7 @@ async def test_late_reward_decides_and_keeps_its_words(desk: Any) -> None:
         form = await here.form("rate", **ASKED["rate"])
         for _ in range(2):
             status, page = await here.post("/actions/rate", {k: html.unescape(v) for k, v in form.items()})
-            assert (200, True) == (status, "the reward that decides is 0.25" in page)
+            assert (200, True) == (status, "the reward that counts is 0.25" in page)
         (span,) = await here.store.spans("over")
         assert (0.25, "taste", "human") == (span.reward.value, span.reward.name, span.reward.source)
         assert "<b>fine</b>\nreally" == span.reward.feedback
@@ -296,7 +279,6 @@ async def test_late_reward_decides_and_keeps_its_words(desk: Any) -> None:
         ("promote", {"name": "style", "version": "v1", "label": "a/b"}, "may hold letters"),
         ("rollback", {"name": "style", "label": "nothing"}, "unknown label 'style/nothing'"),
         ("cancel", {"rollout": "over", "other": "1"}, "unknown field"),
-        ("retry", {"rollout": "nobody"}, "unknown rollout 'nobody'"),
         ("explode", {}, "there is no action of this name"),
     ],
 )
@@ -318,7 +300,7 @@ async def test_pages_offer_what_can_be_done(desk: Any) -> None:
 
         assert "Sign in" in await page("/rollouts/over")
         await here.sign_in()
-        assert "/actions/retry?rollout=over" in await page("/rollouts/over")
+        assert "/actions/rate?rollout=over" in await page("/rollouts/over")
         assert "/actions/cancel?rollout=queued" in await page("/rollouts/queued")
         shown = await page("/versions/style?version=v2")
         assert "/actions/promote?name=style&version=v2" in shown

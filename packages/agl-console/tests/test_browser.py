@@ -16,7 +16,7 @@ from agl_store_sqlite._store import SQLiteStore
 from agl_testing.commands import run_agl
 
 from .conftest import run_apart
-from .records import HOSTILE, LONG_NAME, rollout_name
+from .records import HOSTILE, LONG_NAME, record, rollout_name
 from .test_views import VIEWS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -49,10 +49,11 @@ def address(filled: Path) -> Iterator[str]:
 
 @pytest.fixture
 def acting(tmp_path: Path) -> Iterator[str]:
-    """Start ``agl console --actions`` over a store with one queued rollout, and yield the address."""
+    """Start ``agl console --actions`` over a store with a finished and a queued rollout, and yield the address."""
 
     async def add() -> None:
         store = SQLiteStore(f"sqlite:///{tmp_path / 'runs.db'}")
+        await record(store, "done", experiment=LONG_NAME)
         await store.enqueue([Rollout(rollout_id="waits", task=HOSTILE, experiment=LONG_NAME)])
         await store.close()
 
@@ -209,29 +210,13 @@ def test_tables_and_tokens_work_without_scripts(browser: Any, address: str) -> N
         shown.page.goto(address + "/rollouts")
         shown.page.get_by_label("Status").select_option("failed")
         shown.page.get_by_role("button", name="Filter").click()
-        shown.page.get_by_role("link", name="sums-1-grpo-failed").click()
+        shown.page.get_by_role("link", name="sums-1-grpo-failed", exact=True).click()
         assert "KeyError" in shown.page.inner_text("main")
         shown.page.goto(f"{address}/rollouts/{FIRST}/tokens")
         before = shown.page.locator(".cells .m").first.evaluate("cell => getComputedStyle(cell).backgroundColor")
         shown.page.get_by_label("what can train").check()
         after = shown.page.locator(".cells .m").first.evaluate("cell => getComputedStyle(cell).backgroundColor")
         assert before != after
-
-
-def test_bar_of_a_rollouts_reward_leads_to_the_rollouts_like_it_without_scripts(browser: Any, address: str) -> None:
-    with Page(browser, width=360, scripts=False) as shown:
-        shown.page.goto(f"{address}/rollouts/{rollout_name(11)}")
-        deciding = shown.page.locator(".rewards tr.chosen")
-        assert "the rollout's reward" in deciding.inner_text()
-        assert "form 1" in deciding.inner_text()
-        shown.page.get_by_text("How these rewards compare").click()
-        place = shown.page.locator(".place").first
-        assert "the reward that trains" in place.inner_text()
-        assert "this rollout" in (place.locator(".here").inner_text())
-        place.locator(".here a").click()
-        assert rollout_name(11) in shown.page.locator("main table").inner_text()
-        assert rollout_name(0) not in shown.page.locator("main table").inner_text()
-        assert shown.page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
 def test_keyboard_alone_follows_rollouts_and_spans_and_reads_tokens(browser: Any, address: str) -> None:
@@ -308,7 +293,7 @@ def test_page_that_is_opened_in_the_background_takes_no_connection_until_it_is_s
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_keyboard_alone_signs_in_and_cancels_a_rollout(browser: Any, acting: str, tmp_path: Path, scheme: str) -> None:
+def test_keyboard_alone_signs_in_cancels_and_rates(browser: Any, acting: str, tmp_path: Path, scheme: str) -> None:
     rules = Path(axe.__file__).with_name("axe.min.js").read_text(encoding="utf-8")
     with Page(browser, width=360, scheme=scheme) as shown:
 
@@ -342,7 +327,17 @@ def test_keyboard_alone_signs_in_and_cancels_a_rollout(browser: Any, acting: str
         shown.page.get_by_role("status").wait_for()
         assert "the rollout waits is cancelled" in shown.page.inner_text("main")
         check()
-        shown.page.goto(acting + "/actions/rate?rollout=waits")
+        shown.page.goto(acting + "/rollouts/done")
+        shown.page.keyboard.press("r")
+        shown.page.wait_for_url("**/actions/rate?rollout=done")
         check()
+        shown.page.keyboard.type("0.25")
+        shown.page.keyboard.press("Enter")
+        shown.page.wait_for_url("**/actions/rate?rollout=done&value=0.25*")
+        shown.page.keyboard.press("Enter")
+        shown.page.get_by_role("status").wait_for()
+        shown.page.keyboard.press("Enter")
+        shown.page.wait_for_url("**/rollouts/done")
+        assert "by human" in shown.page.inner_text("main")
         assert [] == shown.errors
     assert "cancelled" in run_agl("show", "waits", "--store", "sqlite:///runs.db", folder=tmp_path)

@@ -15,11 +15,6 @@ def test_numbers_have_four_digits_and_no_rounding_of_zero(value: float | None, s
     assert shown == number(value)
 
 
-def test_times_have_milliseconds_where_a_second_is_too_coarse() -> None:
-    shown = [clock(0.0), clock(1.25), clock(1.25, 0.5)]
-    assert ["\N{EN DASH}", "1970-01-01 00:00:01", "1970-01-01 00:00:01.250"] == shown
-
-
 @pytest.mark.parametrize(("value", "shown"), [(1.7e12, "1.7e+12 s"), (-1e300, "-1e+300 s"), (math.nan, "nan s")])
 def test_time_that_no_calendar_has_is_shown_in_seconds(value: float, shown: str) -> None:
     assert shown == clock(value)

@@ -183,61 +183,6 @@ class Cancel(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return Done(f"the rollout {self.rollout} is cancelled", ("rollouts", self.rollout))
 
 
-class Retry(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Queues the task of a finished rollout again, as a new rollout; the finished one does not change."""
-
-    rollout: Name
-
-    def back(self) -> tuple[str, ...]:
-        """Return the address of the rollout's page."""
-        return ("rollouts", self.rollout)
-
-    async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
-        """Describe what the new rollout shares with the old one, and that no step trains on it."""
-        rollout = await self._checked(store)
-        pinned = ", ".join(f"{name}@{version}" for name, version in sorted(rollout.resources.items()))
-        lines = [
-            f"The task of the rollout {self.rollout} {_of(rollout)} is queued again, as a new rollout"
-            f"{f' with the same versions: {pinned}' if pinned else ''}. The old rollout stays as it is.",
-            "The next free worker of the experiment runs it, which may be when the experiment is resumed. It has the "
-            "mode test and no step, so no step trains on it; comparisons of versions count it.",
-        ]
-        return lines, {"seen": rollout.status}
-
-    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # a finished rollout never changes
-        """Queue a rollout with an id derived from ``key``, so a repeated form queues no second one."""
-        old = await self._checked(store)
-        again = Rollout(
-            rollout_id=f"retry-{key}",  # must not begin like the old id: steps find rollouts by prefix
-            task=old.task,
-            experiment=old.experiment,
-            mode="test",
-            resources=old.resources,
-            retry=old.retry,
-            hidden=old.hidden,
-            metadata={"retry_of": old.rollout_id},
-        )
-        (queued,) = await store.enqueue([again])
-        return Done(
-            f"the task of {self.rollout} is {queued.status} as {queued.rollout_id}", ("rollouts", queued.rollout_id)
-        )
-
-    async def _checked(self, store: Store) -> Rollout:
-        rollout, _ = await rollout_of(store, self.rollout)
-        if not rollout.is_finished:
-            raise ConfigError(
-                f"the rollout {self.rollout} is {rollout.status}; it can be run again once it is finished"
-            )
-        runs = await store.experiments(rollout.experiment) if rollout.experiment else []
-        if not runs or runs[0].status != "running":
-            known = f"the experiment {rollout.experiment} is not running" if runs else "no experiment asked for it"
-            raise ConfigError(
-                f"no worker would take the rollout {self.rollout} again: {known}. Run the agent on the task with "
-                "`agl dev`, or the experiment again with `agl run`"
-            )
-        return rollout
-
-
 class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Adds a person's reward to a rollout that has finished."""
 
@@ -278,8 +223,8 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         await store.append_spans([span])
         rollout, attempts = await rollout_of(store, self.rollout)
         episode, _, _ = await read_episode(store, rollout, attempts)
-        decides = "no reward decides" if episode.reward is None else f"the reward that decides is {episode.reward:g}"
-        return Done(f"{self.rollout} has the reward {self.value:g}; {decides}", ("rollouts", self.rollout))
+        counted = "no reward counts" if episode.reward is None else f"the reward that counts is {episode.reward:g}"
+        return Done(f"{self.rollout} has the reward {self.value:g}; {counted}", ("rollouts", self.rollout))
 
     async def _checked(self, store: Store) -> Rollout:
         if not math.isfinite(self.value):
@@ -308,15 +253,14 @@ KINDS: dict[str, Kind] = {
     ),
     "rollback": Kind("Roll a label back", "Roll back", Rollback),
     "cancel": Kind("Cancel a rollout", "Cancel the rollout", Cancel),
-    "retry": Kind("Run a task again", "Queue it again", Retry),
     "rate": Kind(
-        "Add a reward",
+        "Rate a rollout",
         "Add the reward",
         Rate,
         (
-            Field("value", "Reward, a number", is_needed=True),
-            Field("name", "Name; empty for the unnamed one"),
-            Field("comment", "Comment", lines=3),
+            Field("value", "Reward, a number such as 0 or 1", is_needed=True),
+            Field("name", "Tag, such as polite; without a tag it is the reward itself"),
+            Field("comment", "Note", lines=3),
         ),
     ),
 }

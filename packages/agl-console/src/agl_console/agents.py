@@ -1,28 +1,24 @@
-"""The view of agents: calls, credit, trained tokens, errors and hand-offs of each agent of a run.
+"""The view of agents: calls, credit, trained tokens, errors and order of the calls of each agent of a run.
 
 The sums over a whole run come from the tallies that the run stored with each step. The order of calls and the rollouts
-without a step are summed here, over the newest rollouts, at most ``MOST``; the page shows their number.
+without a step are summed here, over the newest ``LOOKED`` rollouts.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Literal
-
-import msgspec
+from typing import Literal
 
 from agl import semconv
 from agl.contracts import CallUse, Moments, Recording, RolloutQuery, Store
 from agl.episodes import Enclosing, chronological
-from agl.schemas import Mode, Record, RolloutStatus, Span
+from agl.schemas import Mode, Record, Span
 from agl_console.figures import Figure, Line, thinned
 from agl_console.reading import newest_recordings, run_of, uses_of
 from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, read_tallies
 
 LOOKED = 100
-"""The number of newest rollouts that are read by default."""
-
-MOST = 500
+"""The number of newest rollouts that are read."""
 
 SHOWN = 12
 """The most agents in the matrix of consecutive calls; those with the most calls are shown."""
@@ -31,15 +27,13 @@ DRAWN = 6
 """The most agents in a figure, one per colour; those with the most calls are shown."""
 
 LISTED = 100
-"""The most agents, and pairs of names, in a table."""
+"""The most agents in a table."""
 
 
 class AgentsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Query parameters of the page; ``newest`` is the number of rollouts to read."""
+    """Query parameters of the page: the mode of the rollouts."""
 
-    newest: Annotated[int, msgspec.Meta(ge=1, le=MOST)] = LOOKED
     mode: Mode | Literal[""] = ""
-    status: RolloutStatus | Literal[""] = ""
 
 
 class AgentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -74,14 +68,6 @@ class AgentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     errors: int
 
 
-class Pair(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Two names, and the number of calls or hand-offs from the first to the second."""
-
-    first: str
-    second: str
-    count: int
-
-
 class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The agents of a run, those with the most calls first.
 
@@ -90,30 +76,24 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
         whole_rollouts: Rollouts of these steps.
         whole_steps: Number of these steps.
         whole_mode: The mode, ``""`` for all.
-        figures: Credit and share of sampled tokens of agents over these steps.
+        figures: The credit of agents over these steps.
         looked_through: Number of newest rollouts that were read.
-        is_all: True if these are all rollouts that match the filters.
         agents: The agents in these rollouts.
         names: The agents of the matrix.
         follows: The matrix: how often a call of the row's agent was followed by a call of the column's agent.
-        inside: Calls that the second name made inside an operation of the first.
-        handoffs: The hand-offs that a framework reported.
     """
 
     name: str
-    filters: dict[str, str]
+    mode: str
     whole: list[AgentRow]
     whole_rollouts: int
     whole_steps: int
     whole_mode: str
     figures: list[Figure]
     looked_through: int
-    is_all: bool
     agents: list[AgentRow]
     names: list[str]
     follows: list[list[int]]
-    inside: list[Pair]
-    handoffs: list[Pair]
 
 
 async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsView:
@@ -125,34 +105,28 @@ async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsVi
     query = RolloutQuery(
         experiment=name,
         mode=chosen.mode or None,
-        status=(chosen.status,) if chosen.status else (),
         sort="created_at",
         is_newest_first=True,
     )
     sums = _Sums()
-    looked, last = 0, None
-    async for recording in newest_recordings(store, query, chosen.newest):
+    looked = 0
+    async for recording in newest_recordings(store, query, LOOKED):
         sums.add(recording)
-        looked, last = looked + 1, recording.rollout
-    behind = [] if last is None else await store.rollouts(msgspec.structs.replace(query.next(last), limit=1))
+        looked += 1
     agents = _rows(sums.agents)
     names = [row.agent for row in agents if row.calls][:SHOWN]
-    filters = {"newest": str(chosen.newest), "mode": chosen.mode, "status": chosen.status}
     return AgentsView(
         name=name,
-        filters={key: value for key, value in filters.items() if value and value != str(LOOKED)},
+        mode=chosen.mode,
         whole=_rows(_summed(agent for tally in tallies for agent in tally.agents)),
         whole_rollouts=sum(each.rollouts for each in tallies),
         whole_steps=len(tallies),
         whole_mode=mode,
         figures=_figures(name, tallies),
         looked_through=looked,
-        is_all=not behind,
         agents=agents,
         names=names,
         follows=[[sums.follows[first, second] for second in names] for first in names],
-        inside=_pairs(sums.inside),
-        handoffs=_pairs(sums.handoffs),
     )
 
 
@@ -189,34 +163,29 @@ def _rows(found: Mapping[str, AgentTally]) -> list[AgentRow]:
 
 
 def _figures(run: str, tallies: Sequence[StepTally]) -> list[Figure]:
-    """Return two figures over the steps: each agent's credit, and its share of sampled tokens."""
+    """Return the figure of each agent's credit over the steps; none without credit at two steps."""
     agents = [row.agent for row in _rows(_summed(agent for tally in tallies for agent in tally.agents))[:DRAWN]]
     algorithms = dict.fromkeys(each.algorithm for each in tallies)
-    parts = {"credit": _credit, "share of sampled tokens": _share}
-    found: list[Figure] = []
-    for title, value in parts.items():
-        series: list[Line] = []
-        for algorithm in algorithms:
-            steps = [each for each in tallies if each.algorithm == algorithm]
-            for agent in agents:
-                points = [(each.step, value(each, agent)) for each in steps]
-                known = [(step, number) for step, number in points if number is not None]
-                shown = thinned(known)
-                label = agent or "no agent"
-                series.append(
-                    Line(
-                        run=run,
-                        algorithm=label if len(algorithms) == 1 else f"{algorithm}: {label}",
-                        steps=[step for step, _ in shown],
-                        places=[step for step, _ in shown],
-                        values=[number for _, number in shown],
-                        low=[None] * len(shown),
-                        high=[None] * len(shown),
-                    )
+    series: list[Line] = []
+    for algorithm in algorithms:
+        steps = [each for each in tallies if each.algorithm == algorithm]
+        for agent in agents:
+            points = [(each.step, _credit(each, agent)) for each in steps]
+            shown = thinned([(step, number) for step, number in points if number is not None])
+            label = agent or "no agent"
+            series.append(
+                Line(
+                    run=run,
+                    algorithm=label if len(algorithms) == 1 else f"{algorithm}: {label}",
+                    steps=[step for step, _ in shown],
+                    places=[step for step, _ in shown],
+                    values=[number for _, number in shown],
+                    low=[None] * len(shown),
+                    high=[None] * len(shown),
                 )
-        drawn = [line for line in series if len(line.steps) > 1]
-        found += [Figure(name=title, series=drawn)] if drawn else []
-    return found
+            )
+    drawn = [line for line in series if len(line.steps) > 1]
+    return [Figure(name="credit", series=drawn)] if drawn else []
 
 
 def _credit(tally: StepTally, agent: str) -> float | None:
@@ -224,19 +193,12 @@ def _credit(tally: StepTally, agent: str) -> float | None:
     return own.mean if own is not None and own.count else None
 
 
-def _share(tally: StepTally, agent: str) -> float | None:
-    tokens = tally.tokens
-    return sum(each.tokens for each in tally.agents if each.agent == agent) / tokens if tokens else None
-
-
 class _Sums:
-    """Sums over recordings: the tally of each agent, and the pairs that call in sequence, nest, or hand off."""
+    """Sums over recordings: the tally of each agent, and the pairs that call in sequence."""
 
     def __init__(self) -> None:
         self.agents: dict[str, AgentTally] = {}
         self.follows: Counter[tuple[str, str]] = Counter()
-        self.inside: Counter[tuple[str, str]] = Counter()
-        self.handoffs: Counter[tuple[str, str]] = Counter()
 
     def add(self, recording: Recording) -> None:
         """Add the deciding attempt of a rollout to the sums."""
@@ -249,12 +211,8 @@ class _Sums:
             if span.call is not None:
                 shares.append(_share_of(span, who.agent, uses.get(span.span_id), is_first=who.agent not in callers))
                 callers.append(who.agent)
-                self.inside.update(pair for pair in pairwise(who.path) if pair[0] != pair[1])
             if span.status == "error" and span.name != semconv.ROOT_SPAN_NAME:
                 shares.append(AgentTally(agent=who.agent, errors=1))
-            source, target = (span.attributes.get(key) for key in (semconv.HANDOFF_SOURCE, semconv.HANDOFF_TARGET))
-            if isinstance(target, str):
-                self.handoffs[source if isinstance(source, str) else who.agent, target] += 1
         self.follows.update(pairwise(callers))
         self.agents = _summed([*self.agents.values(), *shares])
 
@@ -276,8 +234,3 @@ def _share_of(span: Span, agent: str, use: CallUse | None, *, is_first: bool) ->
 
 def _moments(value: float | None) -> Moments:
     return Moments() if value is None else Moments(count=1, mean=value)
-
-
-def _pairs(counts: Counter[tuple[str, str]]) -> list[Pair]:
-    found: Iterable[tuple[tuple[str, str], int]] = counts.most_common(LISTED)
-    return [Pair(first=first, second=second, count=count) for (first, second), count in found]

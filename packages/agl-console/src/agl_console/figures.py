@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -47,12 +47,15 @@ class Mark(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         kind: ``published``, ``best``, ``back``, ``alert``, or ``shown`` for the version that a page is about.
         version: The version that was published.
+        address: The parts of the address of the page with the evidence, and its parameters in ``query``.
     """
 
     place: int
     kind: str
     text: str
     version: str = ""
+    address: list[str] = []
+    query: dict[str, Any] = {}
 
 
 class Figure(Record, frozen=True, kw_only=True, omit_defaults=False):

@@ -200,18 +200,23 @@ async def marks_of(
             if place is not None and not each.metadata.get("candidate") and is_made_by(record, each.version):
                 words = f"best measured version, {best.mean:.4g}: " if best and is_best else "published "
                 kind, text = "best" if is_best else "published", f"{words}{name}@{each.version}"
-                found.append(Mark(place=place, kind=kind, text=text, version=each.version))
+                address, query = ["versions", name], {"version": each.version}
+                found.append(
+                    Mark(place=place, kind=kind, text=text, version=each.version, address=address, query=query)
+                )
         moves = [move for label in await store.labels(name) for move in await store.label_moves(name, label.label)]
         for move in moves:
             if move.is_back and is_made_by(record, move.version):
                 text = f"rolled {move.label} back to {name}@{move.version}"
-                found.append(Mark(place=at(move.moved_at), kind="back", text=text))
+                found.append(Mark(place=at(move.moved_at), kind="back", text=text, address=["versions", name]))
     alerts = await read_alerts(store, record.name, record.run)
     found += [
         Mark(
             place=places.get((alert.found.algorithm, alert.found.step), at(alert.time)),
             kind="alert",
-            text=alert.found.evidence,
+            text=f"{alert.found.algorithm}: {alert.found.evidence}",
+            address=["rollouts"],
+            query={"experiment": record.name, "algorithm": alert.found.algorithm, "step": alert.found.step},
         )
         for alert in alerts
     ]

@@ -114,11 +114,10 @@ def probability(logprob: float) -> str:
     return f"{100 * math.exp(min(0.0, logprob)):.3g} %"
 
 
-def clock(unix_s: float, apart: float = 1.0) -> str:
+def clock(unix_s: float) -> str:
     """Format a time in UTC; a dash for 0, which is an unknown time.
 
-    Milliseconds are shown if ``apart``, the seconds between neighbouring times, is less than 1. A time outside the
-    calendar, such as one recorded in milliseconds, is shown in seconds.
+    A time outside the calendar, such as one recorded in milliseconds, is shown in seconds.
     """
     if not unix_s:
         return _NONE
@@ -126,7 +125,7 @@ def clock(unix_s: float, apart: float = 1.0) -> str:
         moment = datetime.fromtimestamp(unix_s, UTC)
     except (ValueError, OverflowError, OSError):
         return f"{unix_s:g} s"
-    return moment.isoformat(" ", "seconds" if apart >= 1 else "milliseconds").removesuffix("+00:00")
+    return moment.isoformat(" ", "seconds").removesuffix("+00:00")
 
 
 def seconds(value: float | None) -> str:

@@ -85,7 +85,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
         seconds: The length of the time axis.
         rows: The rows of its calls.
         why: The text of ``agl why``: the outcome of every call, and its use by steps.
-        scoring: Every recorded reward, and its place among the run's rewards.
+        scoring: Every recorded reward.
         late: True if spans belong to the rollout but to no attempt.
         next: The query of the next page; empty on the last.
     """
@@ -202,7 +202,7 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         seconds=_length(page),
         rows=[summary_of(row, uses) for row in episode.rows],
         why=why,
-        scoring=await rewards_view(store, rollout, attempts, every),
+        scoring=rewards_view(rollout, attempts, every),
         late=any(not span.attempt_id for span in every if not training_of([span])),
         is_finished=rollout.is_finished,
         next=following,

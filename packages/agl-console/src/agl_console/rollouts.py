@@ -7,9 +7,9 @@ store of any size. The page shows how many rollouts were checked, and the next p
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -17,7 +17,7 @@ from msgspec.structs import asdict, replace
 from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
-from agl.schemas import Mode, Record, RolloutStatus, to_json
+from agl.schemas import Mode, Record, RolloutStatus, Span, to_json
 from agl_inspect.records.names import id_prefix
 from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.statistics import interval
@@ -29,8 +29,8 @@ SCANNED = 400
 """The most rollouts that are checked for one page."""
 
 _CHUNK = 200
-_PAGES_WITH_SPANS, _CHUNK_WITH_SPANS, _BYTES_WITH_SPANS = 4, 50, 2 << 20
-"""If calls must be read: the most pages of recordings, and the most rollouts and bytes in each."""
+_PAGES_WITH_SPANS, _CHUNK_WITH_SPANS, _BYTES_WITH_SPANS = 2, 50, 2 << 20
+"""If spans must be read: the most pages of recordings, and the most rollouts and bytes in each."""
 
 _MODES: tuple[Mode, ...] = ("test", "train", "val")
 """The modes of rollouts, in the order in which the rollout ids of a step sort."""
@@ -38,6 +38,9 @@ _MODES: tuple[Mode, ...] = ("test", "train", "val")
 _BINS = 12
 _TASK = 160
 """The most characters of a task in the table."""
+
+_AROUND = 60
+"""Characters that are shown on either side of words that were found."""
 
 Positive = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -62,6 +65,9 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         text: A part of the rollout's id, or of its task as JSON.
+        said: A part of a message, a tool's call or result, an error or a feedback, in any case of its letters.
+        step: The algorithm's step, or the first one if ``until`` is given.
+        until: The last step.
         low: Select rewards at or above this.
         high: Select rewards below this.
         reward: ``none`` selects the rollouts without a reward.
@@ -76,8 +82,10 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mode: Mode | Literal[""] = ""
     group: str = ""
     text: str = ""
+    said: str = ""
     algorithm: str = ""
     step: Positive | None = None
+    until: Positive | None = None
     agent: str = ""
     low: float | None = None
     high: float | None = None
@@ -85,6 +93,19 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reject: Reject = ""
     after: str = ""
     at: float = 0.0
+
+    @property
+    def steps(self) -> range | None:
+        """The chosen steps; ``None`` for all rollouts, also those without a step."""
+        if self.step is None and self.until is None:
+            return None
+        first = self.step or 0
+        return range(first, (first if self.until is None else self.until) + 1)
+
+    @property
+    def needs_spans(self) -> bool:
+        """True if spans must be read to apply the filters."""
+        return bool(self.reject or self.said)
 
     def admits(self, reward: float | None) -> bool:
         """Return true if the filters select this reward."""
@@ -104,6 +125,8 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         task: The start of the task as JSON.
         seconds: Time from start to end; ``None`` before the end.
         error: The last attempt's error, such as ``ValueError: no``.
+        found: The text around the first words that the filter ``said`` found; ``""`` without that filter.
+        found_at: The number of the span with these words.
     """
 
     rollout_id: str
@@ -119,21 +142,21 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     seconds: float | None
     task: str
     error: str
+    found: str
+    found_at: int
 
 
 class Bin(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A bar of a histogram: the rewards from ``low`` to ``high``; both are ``None`` for rollouts without a reward.
 
     Attributes:
-        query: The query that selects the bar's rollouts; empty if no filter can.
-        is_here: True if the page's rollout has a value in this bar.
+        query: The query that selects the bar's rollouts.
     """
 
     low: float | None
     high: float | None
     count: int
     query: dict[str, str]
-    is_here: bool = False
 
 
 class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -154,6 +177,13 @@ class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
     high: float | None
 
 
+class Picked(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A filter that is set, in words; ``without`` is the query that leaves it out."""
+
+    words: str
+    without: dict[str, str]
+
+
 class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A page of rollouts, the newest first.
 
@@ -164,6 +194,7 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """
 
     filters: dict[str, str]
+    picked: list[Picked]
     rollouts: list[RolloutRow]
     summary: Summary
     histogram: list[Bin]
@@ -182,7 +213,8 @@ async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
     last = page[-1][0] if len(admitted) > PAGE else None if seen.is_end else seen.last
     return RolloutsView(
         filters=filters,
-        rollouts=[_row(recording, reward) for recording, reward in page],
+        picked=_picked(filters),
+        rollouts=[_row(recording, reward, chosen.said) for recording, reward in page],
         summary=_summary(admitted),
         histogram=_histogram([reward for _, reward in seen.fitting], filters),
         looked_through=seen.count,
@@ -222,19 +254,22 @@ async def _scan(store: Store, chosen: RolloutsFilter) -> _Seen:
 
 
 async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
-    """Find a step's rollouts by their id prefix; ``None`` if the filters name no step, or the step has no rollouts."""
+    """Find the rollouts of steps by their ids; ``None`` if the filters name no steps, or these have no rollouts."""
     records = await store.experiments(chosen.experiment) if chosen.experiment and chosen.algorithm else []
-    if not records or chosen.step is None:
+    if not records or not chosen.steps:
         return None
     seen = _Seen(fitting=[], count=0, pages=0, last=None, is_end=True)
     is_found = False
     for mode in (chosen.mode,) if chosen.mode else _MODES:
-        prefix = id_prefix(chosen.experiment, records[0].run, chosen.algorithm, mode, step=chosen.step)
-        is_found = is_found or chosen.after.startswith(prefix)
-        start = {"after": max(prefix, chosen.after), "after_value": ""}
+        first, end = (
+            id_prefix(chosen.experiment, records[0].run, chosen.algorithm, mode, step=step)
+            for step in (chosen.steps.start, chosen.steps.stop)
+        )
+        is_found = is_found or first <= chosen.after < end
+        start = {"after": max(first, chosen.after), "after_value": ""}
         query = replace(_query(chosen), mode=mode, sort="rollout_id", is_newest_first=False, **start)
         while page := await _page(store, query, chosen):
-            own = [recording for recording in page if recording.rollout.rollout_id.startswith(prefix)]
+            own = [recording for recording in page if first <= recording.rollout.rollout_id < end]
             seen = await _with(seen, store, own, chosen)
             if len(own) < len(page):
                 break
@@ -245,15 +280,15 @@ async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
 
 
 async def _page(store: Store, query: RolloutQuery, chosen: RolloutsFilter) -> list[Recording]:
-    """Read the next page of rollouts; with their spans if the filter on reject reasons needs the calls."""
-    if not chosen.reject:
+    """Read the next page of rollouts; with their spans if a filter needs them."""
+    if not chosen.needs_spans:
         return await store.recordings(query, spans="none")
     return await store.recordings(replace(query, limit=_CHUNK_WITH_SPANS), spans="all", max_bytes=_BYTES_WITH_SPANS)
 
 
 def _is_enough(seen: _Seen, chosen: RolloutsFilter) -> bool:
     """Return true if no more rollouts may be checked for this page."""
-    return seen.pages >= _PAGES_WITH_SPANS if chosen.reject else seen.count >= SCANNED
+    return seen.pages >= _PAGES_WITH_SPANS if chosen.needs_spans else seen.count >= SCANNED
 
 
 def _has_reject(recording: Recording, reason: Reject) -> bool:
@@ -267,12 +302,36 @@ async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: Ro
     """Return ``seen`` extended by a page of rollouts; those that match the filters are added."""
     found = [one for one in page if _is_of_step(one, chosen)]
     if chosen.reject:
-        found = [replace(one, spans=[]) for one in found if _has_reject(one, chosen.reject)]
+        found = [one for one in found if _has_reject(one, chosen.reject)]
+    if chosen.said:
+        own = ((one, next((span for span in one.spans if _holds(span, chosen.said)), None)) for one in found)
+        found = [replace(one, spans=[span]) for one, span in own if span is not None]
+    elif chosen.reject:
+        found = [replace(one, spans=[]) for one in found]
     fitting = await _with_agent(store, found, chosen.agent)
     rewards = [(recording, reward_of(recording)) for recording in fitting]
     last = page[-1] if page else seen.last
     fitting_so_far = [*seen.fitting, *rewards]
     return replace(seen, fitting=fitting_so_far, count=seen.count + len(page), pages=seen.pages + 1, last=last)
+
+
+def _holds(span: Span, said: str) -> bool:
+    return to_json(said).decode()[1:-1].casefold() in to_json(_said(span)).decode().casefold()
+
+
+def _said(span: Span) -> list[Any]:
+    """Return what was said in a span: a call's request and response, a tool's call and result, feedback, an error."""
+    call, reward = span.call, span.reward
+    asked = {name: value for name, value in call.request.items() if name != "tools"} if call else span.attributes
+    return [asked, call and call.response, reward and reward.feedback, span.status_message]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for each in cast("Iterable[Any]", value.values() if isinstance(value, Mapping) else value):
+            yield from _texts(each)
 
 
 def _query(chosen: RolloutsFilter) -> RolloutQuery:
@@ -293,7 +352,7 @@ def _query(chosen: RolloutsFilter) -> RolloutQuery:
 def _is_of_step(recording: Recording, chosen: RolloutsFilter) -> bool:
     metadata = recording.rollout.metadata
     is_of_algorithm = chosen.algorithm in ("", metadata.get("algorithm"))
-    return is_of_algorithm and chosen.step in (None, metadata.get("step"))
+    return is_of_algorithm and (chosen.steps is None or metadata.get("step") in chosen.steps)
 
 
 async def _with_agent(store: Store, found: Sequence[Recording], agent: str) -> Sequence[Recording]:
@@ -314,7 +373,45 @@ def _filters(chosen: RolloutsFilter) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if value not in ("", None)}
 
 
-def _row(recording: Recording, reward: float | None) -> RolloutRow:
+_PICKED = {
+    "said": "with “{}” in its messages",
+    "status": "{}",
+    "experiment": "run {}",
+    "agent": "agent {}",
+    "low": "reward from {}",
+    "high": "reward below {}",
+    "reward": "without a reward",
+    "algorithm": "{}",
+    "step": "step {}",
+    "until": "to step {}",
+    "mode": "mode {}",
+    "group": "task {}",
+    "text": "with “{}” in its id or task",
+    "reject": "a call left out of training: {}",
+}
+"""Filters in words, in the order in which they are shown."""
+
+
+def _picked(filters: Mapping[str, str]) -> list[Picked]:
+    return [
+        Picked(
+            words=words.format(filters[name].replace("_", " ") if name == "reject" else filters[name]),
+            without={other: value for other, value in filters.items() if other != name},
+        )
+        for name, words in _PICKED.items()
+        if name in filters
+    ]
+
+
+def _around(span: Span, said: str) -> str:
+    """Return the text in which a span holds some words, cut around them."""
+    found = ((text, text.casefold().find(said.casefold())) for text in _texts(_said(span)))
+    text, at = next(((text, at) for text, at in found if at >= 0), ("", 0))
+    start, end = max(0, at - _AROUND), at + len(said) + _AROUND
+    return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
+
+
+def _row(recording: Recording, reward: float | None, said: str) -> RolloutRow:
     rollout = recording.rollout
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
     error = recording.attempts[-1].error if recording.attempts else None
@@ -333,6 +430,8 @@ def _row(recording: Recording, reward: float | None) -> RolloutRow:
         seconds=max(0.0, rollout.finished_at - rollout.started_at) if rollout.finished_at else None,
         task=task if len(task) <= _TASK else f"{task[:_TASK]}…",
         error=f"{error.type}: {error.message}"[:_TASK] if error else "",
+        found=_around(recording.spans[0], said) if said else "",
+        found_at=recording.spans[0].sequence if said else 0,
     )
 
 

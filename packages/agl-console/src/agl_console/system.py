@@ -1,18 +1,14 @@
-"""The view of a run's machinery: the time of each part of a step, workers, leases, queue, calls and alerts.
+"""The view of a run's machinery: the time of each part of a step, workers, queue and alerts.
 
-Everything comes from the store. The time between the metrics of two steps that no metric accounts for is shown as the
-rest. Calls per second are those of the newest rollouts, because a store holds no sums over all calls.
+The time between the metrics of two steps that no metric accounts for is shown as the rest.
 """
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 
-from msgspec.structs import replace
-
-from agl.contracts import Metric, RolloutQuery, SpanQuery, Store
+from agl.contracts import Metric, RolloutQuery, Store
 from agl.schemas import Record, RolloutStatus
-from agl_console.reading import newest_recordings, run_of
+from agl_console.reading import run_of
 from agl_console.runs import Cost, cost_of
 from agl_inspect.advice.suggestions import Alert, read_alerts
 from agl_inspect.presence import ListedWorker, list_workers
@@ -21,20 +17,11 @@ from agl_inspect.records.metrics import experiment_step
 STEPS = 25
 """The most steps on a page."""
 
-LOOKED = 100
-"""The number of newest finished rollouts whose calls are counted."""
-
 ALERTS = 100
 """The most alerts in the list; the newest are shown."""
 
-LEASES = 50
-"""The most running attempts in the list."""
-
 COUNTED = 1000
 """The largest count of queued or running rollouts; counting stops there, because it costs more in a larger store."""
-
-BARS = 20
-"""The number of bars in the figure of calls over time."""
 
 PARTS = {
     "collect_s": "rollouts",
@@ -81,25 +68,6 @@ class StepTimes(Record, frozen=True, kw_only=True, omit_defaults=False):
     parts: list[Part]
 
 
-class Lease(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A running attempt; ``left_s`` is the rest of its lease in seconds, below 0 if the lease has expired."""
-
-    rollout_id: str
-    attempt: int
-    worker: str
-    since: float
-    left_s: float
-
-
-class CallRate(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The calls that ended in one interval, and their sampled tokens; ``start`` is in Unix seconds."""
-
-    start: float
-    seconds: float
-    calls: int
-    tokens: int
-
-
 class SystemView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The machinery of a run.
 
@@ -110,7 +78,6 @@ class SystemView(Record, frozen=True, kw_only=True, omit_defaults=False):
             its parts.
         queued: The number of queued rollouts; ``COUNTED`` means this many or more.
         running: The number of running rollouts; ``COUNTED`` means this many or more.
-        looked_through: The number of finished rollouts whose calls ``rates`` counts.
         next: The query of the page with older steps; empty on the last.
     """
 
@@ -119,13 +86,10 @@ class SystemView(Record, frozen=True, kw_only=True, omit_defaults=False):
     steps: list[StepTimes]
     longest: float
     workers: list[ListedWorker]
-    leases: list[Lease]
     cost: Cost
     queued: int
     running: int
     counted: int
-    looked_through: int
-    rates: list[CallRate]
     next: dict[str, str]
 
 
@@ -135,20 +99,16 @@ async def system_view(store: Store, name: str, chosen: SystemFilter) -> SystemVi
     metrics = [metric for part in (*PARTS, _TRAIN) for metric in await store.metrics(name, name=part, run=record.run)]
     every = steps_of(metrics)
     behind = [step for step in every if chosen.before is None or step.place < chosen.before]
-    looked, rates = await _rates(store, name)
     return SystemView(
         name=name,
         alerts=(await read_alerts(store, name, record.run))[::-1][:ALERTS],
         steps=behind[:STEPS],
         longest=max((_length(step) for step in behind[:STEPS]), default=0.0),
         workers=await list_workers(store, name),
-        leases=await _leases(store, name),
         cost=await cost_of(store, name),
         queued=await _count(store, name, "queued"),
         running=await _count(store, name, "running"),
         counted=COUNTED,
-        looked_through=looked,
-        rates=rates,
         next={"before": str(behind[STEPS - 1].place)} if len(behind) > STEPS else {},
     )
 
@@ -200,50 +160,3 @@ def _length(step: StepTimes) -> float:
 
 async def _count(store: Store, name: str, status: RolloutStatus) -> int:
     return len(await store.rollouts(RolloutQuery(experiment=name, status=(status,), limit=COUNTED)))
-
-
-async def _leases(store: Store, name: str) -> list[Lease]:
-    """Return the running attempts in the order in which their leases end."""
-    query = RolloutQuery(experiment=name, status=("running",), limit=LEASES)
-    attempts = [
-        attempt
-        for recording in await store.recordings(query, spans="none")
-        for attempt in recording.attempts
-        if attempt.status == "running"
-    ]
-    now = time.time()
-    return [
-        Lease(
-            rollout_id=attempt.rollout_id,
-            attempt=attempt.number,
-            worker=attempt.worker,
-            since=attempt.started_at,
-            left_s=attempt.lease_until - now,
-        )
-        for attempt in sorted(attempts, key=lambda attempt: attempt.lease_until)
-    ]
-
-
-async def _rates(store: Store, name: str) -> tuple[int, list[CallRate]]:
-    """Count the calls of the newest finished rollouts over time; returns the number of rollouts, and the bars."""
-    query = RolloutQuery(
-        experiment=name, status=("succeeded", "failed"), sort="finished_at", is_newest_first=True, limit=LOOKED
-    )
-    found = [one async for one in newest_recordings(store, query, LOOKED, spans=SpanQuery(kind="call"))]
-    calls = [
-        (max(span.start_ns, span.end_ns) / 1e9, span.call.response_len, span.start_ns / 1e9)
-        for recording in found
-        for span in recording.spans
-        if span.call is not None and span.start_ns
-    ]
-    if not calls:
-        return len(found), []
-    start, end = min(begun for _, _, begun in calls), max(ended for ended, _, _ in calls)
-    width = max(end - start, 1e-3) / BARS
-    bars = [CallRate(start=start + number * width, seconds=width, calls=0, tokens=0) for number in range(BARS)]
-    counts, tokens = [0] * BARS, [0] * BARS
-    for ended, sampled, _ in calls:
-        number = min(BARS - 1, int((ended - start) / width))
-        counts[number] += 1
-        tokens[number] += sampled
-    return len(found), [replace(bar, calls=counts[at], tokens=tokens[at]) for at, bar in enumerate(bars)]

@@ -1,10 +1,10 @@
 "use strict";
-// Goes to the next and the previous page with j and k, and copies texts. Pages work without it.
+// Goes to the next and the previous page with j and k, rates with r, and copies texts. Pages work without it.
 
 document.addEventListener("keydown", (event) => {
   const isWriting = event.target.closest("input, select, textarea");
   if (isWriting || event.ctrlKey || event.metaKey || event.altKey) return;
-  document.querySelector({ j: "a[rel=next]", k: "a[rel=prev]" }[event.key])?.click();
+  document.querySelector({ j: "a[rel=next]", k: "a[rel=prev]", r: "a[data-rate]" }[event.key])?.click();
 });
 
 // data-copy names an element of the page, or the address of a text.
