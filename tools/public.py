@@ -56,6 +56,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.keys",
         "agl_inspect.learning",
         "agl_inspect.ownership",
+        "agl_inspect.records.gold",
         "agl_inspect.records.labels",
         "agl_inspect.records.learning",
         "agl_inspect.records.metrics",

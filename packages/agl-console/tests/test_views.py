@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -19,8 +19,11 @@ from msgspec.structs import replace
 from agl import semconv
 from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, VersionScore
 from agl.schemas import (
+    Blob,
+    Episode,
     ErrorInfo,
     Json,
+    MediaSpan,
     ModelCall,
     Outcome,
     PromptTemplate,
@@ -28,7 +31,12 @@ from agl.schemas import (
     RetryPolicy,
     Reward,
     Rollout,
+    Row,
+    Segment,
     Weights,
+    digest_of,
+    pack_floats,
+    pack_ids,
     to_json,
 )
 from agl.stores import MemoryStore
@@ -38,7 +46,7 @@ from agl_console.rewards import ROWS
 from agl_console.rollout import SPANS
 from agl_console.rollouts import PAGE, SCANNED
 from agl_console.server import make_app
-from agl_console.tokens import tone_of
+from agl_console.tokens import TokensFilter, tokens_view, tone_of
 from agl_console.versions import VERSIONS
 from agl_console.vocabulary import Vocabulary
 from agl_store_sqlite._store import SQLiteStore
@@ -529,6 +537,61 @@ async def test_tool_call_stands_with_its_result(opened: Open, results: bool, spa
     assert (["from call-a", "from call-b"] if results else ["2", "3"]) == [tool["result"]["text"] for tool in tools]
     assert ([3, 2] if spans else [0, 0]) == [tool["sequence"] for tool in tools]
     assert ["five"] == [each["text"]["text"] for each in second["messages"]]
+
+
+def looking(digest: str) -> Any:
+    """Return a script in which a model is asked about a picture, and a tool returns it again."""
+    part: Json = {"type": "image_url", "image_url": {"url": digest}}
+    asked: Json = {"role": "user", "content": [{"type": "text", "text": "which colour?"}, part]}
+    use: Json = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": {"name": "look"}}]}
+    seen: Json = {"role": "tool", "tool_call_id": "a", "content": [part]}
+    span = MediaSpan(offset=1, length=2, modality="image", digest=digest)
+
+    def fill(recorder: Recorder, **_: Any) -> None:
+        first = call(1, prompt=[7, 9, 9, 8], answer=[5], version="v", messages=[asked, use, seen], said="red")
+        recorder.add("chat", call=replace(first, inputs=(digest,), media=(span,), processor="P 1 a"))
+
+    return fill
+
+
+async def test_pictures_stand_in_the_conversation_and_with_their_tokens(opened: Open) -> None:
+    store, picture = MemoryStore(), b"\x89PNG\r\n\x1a\n..."
+    digest = digest_of(picture)
+    await store.save_blobs([Blob(digest=digest, media_type="image/png", data=picture)])
+    await record(store, "r", spans=looking(digest), reward=1.0)
+    async with opened(store) as client:
+        page = await (await client.get("/rollouts/r")).text()
+        (turn,) = (await data_of(client, "/rollouts/r"))["turns"]
+        shown = await client.get(f"/media/{digest}")
+        assert (picture, "image/png") == (await shown.read(), shown.content_type)
+    assert 2 == page.count(f'src="/media/{quote(digest, safe="")}"')
+    question, used, _ = turn["messages"]
+    assert [{"kind": "image", "reference": digest}] == question["media"] == used["tools"][0]["media"]
+    assert f"which colour?\n[image {digest[7:19]}]" == question["text"]["text"]
+
+
+def test_row_with_a_picture_shows_it_beside_its_tokens() -> None:
+    span = MediaSpan(offset=1, length=2, modality="image", digest="sha256:0")
+    segment = Segment(start=4, stop=5, span_id="s")
+    packed = {"ids": pack_ids([7, 9, 9, 8, 5]), "mask": b"\0\0\0\0\1", "logprobs": pack_floats([0.0] * 5)}
+    names = {"rollout_id": "r", "attempt_id": "a", "group_id": "g"}
+    row = Row(**names, branch=0, **packed, segments=(segment,), media=(span,))
+    episode = Episode(rollout=Rollout(rollout_id="r", experiment="e", task=None), attempt=None, reward=None, rows=[row])
+    assert [span] == tokens_view(episode, TokensFilter(), {}).media
+
+
+@pytest.mark.parametrize("media_type", ["image/svg+xml", "text/html", "application/pdf"])
+async def test_media_that_browsers_could_run_are_files_to_save(opened: Open, media_type: str) -> None:
+    store, data = MemoryStore(), b"<svg onload=alert(1)>"
+    digest = digest_of(data)
+    await store.save_blobs([Blob(digest=digest, media_type=media_type, data=data)])
+    async with opened(store) as client:
+        answer = await client.get(f"/media/{digest}")
+        assert ("application/octet-stream", "attachment") == (
+            answer.content_type,
+            answer.headers["Content-Disposition"],
+        )
+        assert 404 == (await client.get("/media/sha256:0")).status
 
 
 async def test_thinking_is_folded_apart_from_the_answer(opened: Open) -> None:

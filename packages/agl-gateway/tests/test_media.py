@@ -10,12 +10,15 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
-from agl.contracts import REDACTED
-from agl.schemas import Blob, ModelCall, Span
+from agl.contracts import REDACTED, Upstream
+from agl.episodes import EpisodeOptions, build_episode
+from agl.schemas import Blob, MediaSpan, ModelCall, Rollout, Span
 from agl_gateway.record import media
 from agl_gateway.service import GatewayService
 
+from .conftest import listening
 from .test_spool import FickleStore, open_attempt
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -320,3 +323,34 @@ async def test_request_without_media_asks_the_store_for_nothing(serving):
         assert 200 == await post(it, token, said({"type": "text", "text": "an image file"}))
         await calls_of(it, attempt_id)
         assert ["call "] == store.log
+
+
+GRID = {"offset": 1, "length": 2, "modality": "image", "digest": digest(PICTURE), "grid": [1, 4, 4]}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_spans_of_pictures_come_from_the_model_server_to_the_row(stage, is_streamed):
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}}
+    head = {"id": "c", "prompt_token_ids": [1, 9, 9, 2], "prompt_media": [GRID], "processor": "Looking 1 abcd"}
+
+    async def answer(request):
+        message = {"role": "assistant", "content": "red"}
+        if not is_streamed:
+            return web.json_response({**head, "choices": [{**choice, "message": message}]})
+        chunk = json.dumps({**head, "choices": [{**choice, "delta": message}]})
+        return web.Response(text=f"data: {chunk}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+
+    async with listening(answer) as url:
+        upstream = Upstream(name="main_llm", base_url=f"{url}/v1", model="looking", is_trained=True)
+        async with stage(upstreams=[upstream]) as it:
+            attempt_id, token = await it.open_attempt()
+            for part in (image(data_url(PICTURE)), image("http://example.com/a.png")):
+                assert 200 == await post(it, token, {**said(part), "stream": is_streamed})
+            spans = await it.spans(attempt_id)
+            assert (MediaSpan(**{**GRID, "grid": (1, 4, 4)}),) == spans[0].call.media
+            assert "prompt_media" not in repr(spans[0].call.response)
+            rollout = Rollout(rollout_id=spans[0].rollout_id, task=1, status="succeeded", attempt_id=attempt_id)
+            (attempt,) = await it.store.attempts(rollout.rollout_id)
+            episode = build_episode(rollout, attempt, spans, options=EpisodeOptions(processor="Looking 1 abcd"))
+            assert [digest(PICTURE)] == [one.digest for row in episode.rows for one in row.media]
+            assert "list its host in fetch_media" in episode.transitions[1].detail

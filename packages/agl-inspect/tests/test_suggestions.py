@@ -49,6 +49,11 @@ FLAT: dict[str, Values] = {"reward": lambda step: 0.2 + 0.01 * wobble(step)}
 SKIPPED: dict[str, Values] = {"updates_skipped": lambda _: 1.0, "grad_norm": lambda _: 0.0}
 
 SITUATIONS: dict[str, dict[str, Values]] = {
+    "gold-gap": {
+        "gold_reward": lambda _: 0.3,
+        "gold_gap": lambda step: 0.05 * step,
+        "gold_evidence": lambda step: 50.0 if step == 8 else 0.1,
+    },
     "silent-groups": {"silent_share": lambda _: 0.8},
     "skipped-updates": {**SKIPPED, "rejected_share": lambda _: 1.0},
     "dropped-rollouts": {"dropped_share": lambda _: 0.3, "dropped_failed": lambda _: 19.0},

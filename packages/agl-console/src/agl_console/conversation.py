@@ -16,7 +16,7 @@ from agl.dialects import call_messages
 from agl.schemas import Record, Reward, Span, Transition
 from agl_console.tokens import tone_of
 from agl_console.tree import Contents, Node, Text, facts_of, kind_of, seconds_of
-from agl_inspect.rollouts.conversations import parts_of
+from agl_inspect.rollouts.conversations import MediaPart, media_of, parts_of
 
 _THINKING = re.compile(r"\s*<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 """The way in which many open models write their thinking at the start of an answer."""
@@ -27,12 +27,14 @@ class ToolUse(msgspec.Struct, kw_only=True):
 
     Attributes:
         result: The tool's result; ``None`` if neither a later request nor a span has it.
+        media: The stored pictures and other media of the result.
         sequence: The sequence number of the span that ran the tool, or 0 if no span was recorded.
     """
 
     name: str
     arguments: Text
     result: Text | None = None
+    media: list[MediaPart] = []
     sequence: int = 0
     seconds: float | None = None
     is_error: bool = False
@@ -44,12 +46,14 @@ class Said(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         number: The message's number in its call's conversation, from 1.
         thinking: The model's reasoning; ``None`` without any.
+        media: The stored pictures and other media of the message.
     """
 
     number: int
     role: str
     thinking: Text | None
     text: Text | None
+    media: list[MediaPart]
     tools: list[ToolUse]
 
 
@@ -150,9 +154,10 @@ class _Conversation:
     def _said(self, messages: Sequence[Mapping[str, Any]], *, first: int) -> Iterator[Said]:
         for number, message in enumerate(messages, start=first):
             role, (thinking, content, asked) = str(message.get("role", "message")), parts_of(message)
+            media = [each for each in media_of(message) if each.is_stored]
             waiting = self._unanswered.pop(str(message.get("tool_call_id", "")), None) if role == "tool" else None
             if waiting is not None:
-                waiting.result = self._contents.text("result", content)
+                waiting.result, waiting.media = self._contents.text("result", content), media
                 continue
             if not thinking and role == "assistant" and (match := _THINKING.match(content)):
                 thinking, content = match[1].strip(), content[match.end() :].lstrip()
@@ -165,6 +170,7 @@ class _Conversation:
                 role=role,
                 thinking=self._contents.text("thinking", thinking) if thinking else None,
                 text=self._contents.text(role, content) if content else None,
+                media=media,
                 tools=tools,
             )
 

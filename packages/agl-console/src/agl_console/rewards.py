@@ -124,6 +124,8 @@ def _score_alone(span: Span) -> Score:
 def _use(span: Span, reward: Reward, rollout: Rollout) -> str:
     if span.attempt_id != rollout.attempt_id:
         return "of another attempt" if span.attempt_id else "of no attempt"
+    if reward.is_gold:
+        return "gold: it only measures"
     if not admitted_rewards([span], span.attempt_id, _OPTIONS):
         return "not trusted: it came with the agent's own token" if reward.source == "agent" else "late"
     return "not used" if reward.scope == "rollout" else f"for the {reward.scope}"

@@ -27,6 +27,9 @@ _PAUSE_S = 1.0
 
 _WAIT_S = 15.0
 _JSON = "application/json"
+_SHOWN_MEDIA = frozenset(
+    {"image/png", "image/jpeg", "image/gif", "image/webp", "audio/mpeg", "audio/ogg", "audio/flac", "audio/wav"}
+)
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -58,6 +61,7 @@ def make_app(
     app.router.add_static("/static", Path(str(files("agl_console"))) / "static")
     app.router.add_get("/changes", console.changes)
     app.router.add_get(METRICS, console.metrics)
+    app.router.add_get("/media/{digest}", console.media)
     actions.add_to(app)
     app.router.add_get("/{path:.*}", console.view)
     app.on_response_prepare.append(add_headers)
@@ -87,6 +91,18 @@ class _Console:
     async def metrics(self, _request: web.Request) -> web.Response:
         """Answer Prometheus with the findings in the store's runs."""
         return web.Response(text=await findings_text(self._store), headers={"Content-Type": _PROMETHEUS})
+
+    async def media(self, request: web.Request) -> web.Response:
+        """Answer with a blob: pictures and sounds as such, anything else as a file to save."""
+        found = await self._store.blobs([request.match_info["digest"]])
+        if not found:
+            return web.Response(status=404, text="the store has no such blob; it goes with its last rollout\n")
+        (blob,) = found
+        headers = {"Cache-Control": "private, max-age=86400, immutable"}
+        if blob.media_type in _SHOWN_MEDIA:
+            return web.Response(body=blob.data, content_type=blob.media_type, headers=headers)
+        headers["Content-Disposition"] = "attachment"
+        return web.Response(body=blob.data, content_type="application/octet-stream", headers=headers)
 
     async def changes(self, request: web.Request) -> web.StreamResponse:
         """Send an event soon after each change in the store, by its change feed, until the client leaves."""

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from agl.contracts import CallUse
 from agl.errors import ConfigError, NotFoundError
-from agl.schemas import Episode, ModelCall, Record, Row, unpack_floats, unpack_ids
+from agl.schemas import Episode, MediaSpan, ModelCall, Record, Row, unpack_floats, unpack_ids
 from agl_inspect.rollouts.training import token_values
 
 WINDOW = 1000
@@ -90,6 +90,7 @@ class TokensView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         summary: How many tokens were sampled and trained, and with which advantage, in sentences.
+        media: The pictures whose tokens are in the window.
         weights: The folder of the policy's tokenizer; ``""`` if none is on this machine.
         versions: The model versions that sampled the row's tokens.
         previous: The query of the window before this one; empty at the start of the row.
@@ -104,6 +105,7 @@ class TokensView(Record, frozen=True, kw_only=True, omit_defaults=False):
     cells: list[TokenCell]
     previous: dict[str, str]
     next: dict[str, str]
+    media: list[MediaSpan] = []
     weights: str = ""
 
 
@@ -150,6 +152,7 @@ def tokens_view(episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallU
         cells=_with_uses(cells, [(part.start, uses.get(part.span_id), part.stop) for part in summary.segments]),
         previous={**place, "start": str(max(0, chosen.start - WINDOW))} if chosen.start else {},
         next={**place, "start": str(stop)} if stop < total else {},
+        media=[span for span in row.media if span.offset < stop and span.offset + span.length > chosen.start],
     )
 
 

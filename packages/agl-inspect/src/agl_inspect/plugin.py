@@ -9,6 +9,7 @@ _COMMANDS = {
     "runs": "list, remove and tidy recorded rollouts",
     "show": "show one rollout as a tree",
     "why": "explain the outcome of every model call",
+    "audit": "look for patterns by which rollouts won their reward",
     "metrics": "print, draw and judge the numbers that algorithms logged",
     "sql": "query everything that is recorded",
     "resources": "list, compare, try and promote resource versions",

@@ -59,6 +59,12 @@ def agl_rewards() -> Iterable[RewardEntry]:
         summary="the rank among the rollouts of a group, from a judge model",
         takes_setup=True,
     )
+    yield RewardEntry(
+        name="gold",
+        factory="agl_rewards.gold:Gold",
+        summary="another reward that measures a sample of the rollouts and never trains",
+        takes_setup=True,
+    )
 
 
 @hookimpl

@@ -175,6 +175,8 @@ def _unseeable(call: ModelCall, processor: str) -> str:
     if loose or not processor:
         given = loose or call.inputs or [span.digest for span in call.media]
         why = f"; {call.ids_missing}" if processor and call.ids_missing else ""
+        if processor and given[0].startswith("http"):
+            why = "; list its host in fetch_media of [gateway] params, so that the gateway fetches it"
         return f"{len(given)} inputs are not tokens: {given[0]}{why}"
     if call.processor != processor:
         return f"the pictures went through {call.processor or 'an unknown processor'!r}, and rows need {processor!r}"

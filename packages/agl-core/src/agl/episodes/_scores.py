@@ -59,10 +59,10 @@ def episode_reward(
 
 
 def counts(span: Span, options: ScoreOptions) -> bool:
-    """True if a reward span counts: its source is trusted, and it is not a late reward of the attempt itself."""
+    """True if a reward span counts: it is no gold, its source is trusted, and it is no late reward of its attempt."""
     reward = span.reward
     # An agent that grades itself can learn to grade instead of to work.
-    if reward is None or (reward.source == "agent" and not options.trust_agent):
+    if reward is None or reward.is_gold or (reward.source == "agent" and not options.trust_agent):
         return False
     return not span.is_late or reward.source in _FROM_OUTSIDE
 

@@ -32,6 +32,7 @@ class Reward(Record, frozen=True, kw_only=True):
             ``rollout``; with scope ``turn``, ``None`` stands for the newest model call before the reward.
         source: The reporter. The gateway sets ``agent`` for every reward that came with an attempt token.
         feedback: The reason for the reward as text, which prompt optimisers read.
+        is_gold: Whether the reward only measures: it never trains, and a run compares it with the reward that does.
     """
 
     value: float | None
@@ -42,6 +43,7 @@ class Reward(Record, frozen=True, kw_only=True):
     span_id: str | None = None
     source: RewardSource = "environment"
     feedback: str = ""
+    is_gold: bool = False
 
     @property
     def fault(self) -> str:

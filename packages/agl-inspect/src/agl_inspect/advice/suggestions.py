@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
 
+from agl.acceptance import odds_text
 from agl.contracts import Metric, Store
 from agl.schemas import Record
+from agl_inspect.records.gold import THRESHOLD
 from agl_inspect.records.shelf import Shelf, run_key
 
 VALIDATE = "validate"
@@ -372,6 +374,19 @@ def _slope(values: Sequence[float]) -> tuple[float, float]:
     return slope, (rest / max(1, count - 2) / across) ** 0.5
 
 
+def _gold_gap(steps: _Steps) -> _Finding | None:
+    odds, gaps, golds = steps.all("gold_evidence"), steps.all("gold_gap"), steps.all("gold_reward")
+    if not gaps or max(odds, default=0.0) < THRESHOLD:
+        return None
+    first, last, gold = fmean(gaps[:_WINDOW]), fmean(gaps[-_WINDOW:]), fmean(golds[-_WINDOW:])
+    return (
+        f"the reward runs away from the gold reward, which is {gold:.2f}: the gap went from {first:+.2f} to "
+        f"{last:+.2f}, evidence {odds_text(max(odds))}",
+        "agl audit shows what the rewarded answers have in common; then repair the reward, try it with agl replay "
+        "--score, and start again from a version before the gap",
+    )
+
+
 _no_pairs = _where(
     "pairs",
     lambda pairs: pairs == 0,
@@ -385,6 +400,7 @@ _nothing_good = _where(
 _RULES: dict[str, _Rule] = {
     "unsent-text": _unsent,
     "unreadable-answers": _unreadable,
+    "gold-gap": _gold_gap,
     "silent-groups": _silent_groups,
     "skipped-updates": _untrained,
     "dropped-rollouts": _dropped,

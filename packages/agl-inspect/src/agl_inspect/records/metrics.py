@@ -126,7 +126,7 @@ def choice(name: str, names: Sequence[str]) -> str:
 
 
 _SHOWN = re.compile(r"reward|loss|score")
-_FIRST = ("reward", "reward_std", "loss", "score", "best_val_score")
+_FIRST = ("reward", "gold_reward", "reward_std", "loss", "score", "best_val_score")
 """Metrics that a step's line shows before all others."""
 _SHARES = ("truncated", "dropped", "silent", "effective")
 """Names of shares of a step's rollouts or tokens; an algorithm logs them as metrics such as ``silent_share``."""

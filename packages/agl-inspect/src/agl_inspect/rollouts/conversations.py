@@ -12,8 +12,14 @@ import msgspec
 
 from agl import semconv
 from agl.dialects import call_messages
-from agl.schemas import Json, Span, to_json
+from agl.schemas import Json, Record, Span, to_json
 from agl_inspect.text import short
+
+DIGEST = "sha256:"
+"""The beginning of a reference to a stored blob."""
+
+_REFERENCES = ("url", "data", "file_data", "file_id")
+_SHOWN = 12
 
 
 class ShownMessages:
@@ -104,7 +110,7 @@ def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _plain(content: Any) -> str:
-    """Return the text of a message's content; parts of other kinds are written as JSON."""
+    """Return the text of a message's content: media as their reference in brackets, and other parts as JSON."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -115,7 +121,35 @@ def _plain(content: Any) -> str:
 def _part(part: Any) -> str:
     if isinstance(part, dict) and "text" in part:
         return str(cast("dict[str, Any]", part)["text"])
+    if media := _media(part):
+        return f"[{media.kind} {media.reference.removeprefix(DIGEST)[:_SHOWN] if media.is_stored else media.reference}]"
     return part if isinstance(part, str) else to_json(part).decode()
+
+
+class MediaPart(Record, frozen=True, kw_only=True):
+    """A picture or other media in a message: its kind, such as ``image``, and the digest of its blob, or its URL."""
+
+    kind: str
+    reference: str
+
+    @property
+    def is_stored(self) -> bool:
+        """True if the reference is a digest."""
+        return self.reference.startswith(DIGEST)
+
+
+def media_of(message: Mapping[str, Any]) -> list[MediaPart]:
+    """Return the pictures and other media of a recorded message, in order."""
+    return [media for part in objects(message.get("content")) if (media := _media(part))]
+
+
+def _media(part: Any) -> MediaPart | None:
+    given = _object(part)
+    kind = str(given.get("type", ""))
+    inner = _object(given.get(kind))
+    reference = next((each for key in _REFERENCES if isinstance(each := inner.get(key), str)), None)
+    short_kind = kind.removeprefix("input_").removesuffix("_url")
+    return None if reference is None else MediaPart(kind=short_kind, reference=reference)
 
 
 def objects(value: Any) -> list[dict[str, Any]]:

@@ -25,7 +25,10 @@ NEXT_STEP: dict[RejectReason, str] = {
     "length_mismatch": "The backend dropped tokens or log-probabilities, as streaming with a tool parser does in some "
     "releases: update it, or switch streaming off.",
     "empty_response": "The model ended at once: look at max_tokens, the stop strings and the chat template.",
-    "non_token_input": "No algorithm trains on images or audio yet: describe them in text, or train other calls.",
+    "non_token_input": (
+        "Pictures train with a model that reads them, if the record holds them: send them as data URLs, or set "
+        "fetch_media in [gateway] params. Audio and files do not train."
+    ),
     "not_selected": "If it should train, change agent_match or the policy that the algorithm tunes.",
     "unseen_calls": "Point that client at the gateway, with the base URL and the key of the resource, or let it call "
     'through httpx; if these calls need no record, set [experiment] unseen_calls = "accept".',
@@ -186,6 +189,9 @@ def _reward(episode: Episode, spans: Sequence[Span], options: ScoreOptions) -> l
     admitted = admitted_rewards(spans, attempt_id, options)
     lines = [f"reward {_number(episode.reward)}: {score(admitted, options=options).note}"]
     recorded = recorded_rewards(spans, attempt_id)
+    gold = [span.reward for span in recorded if span.reward is not None and span.reward.is_gold]
+    lines += [f"gold reward {_number(one.value)}: it only measures and does not train" for one in gold]
+    recorded = [span for span in recorded if span.reward not in gold]
     untrusted = sum(1 for span in recorded if span.reward is not None and span.reward.source == "agent")
     if untrusted and not options.trust_agent:
         lines.append(

@@ -34,6 +34,7 @@ from agl_run.watch.agent_patterns import PatternReport
 from agl_run.watch.agreement import AgreementReport
 from agl_run.watch.arrival import ArrivalReport
 from agl_run.watch.failures import FailureReport
+from agl_run.watch.gold import GoldWatch
 from agl_run.watch.observers import StepShares, StepWatch, TallyObserver
 from agl_run.watch.sampling import SamplingReport
 
@@ -101,6 +102,7 @@ class Driver:
             ArrivalReport(running.plan, live=running.live, is_trial=is_trial),
             self.agreement,
             self.view,
+            GoldWatch(running.store, state),
             StepWatch(self._suggest),
         )
         self.validations = Validations(

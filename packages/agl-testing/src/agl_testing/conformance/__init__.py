@@ -7,6 +7,7 @@ can be weakened only by overriding it with ``pytest.mark.xfail(reason=...)``.
 from agl_testing.conformance.algorithm import AlgorithmConformance
 from agl_testing.conformance.bench import AlgorithmBench, AlgorithmScenario, RolloutOrder
 from agl_testing.conformance.credit import CreditConformance
+from agl_testing.conformance.modality import ModalityCase, ModalityConformance
 from agl_testing.conformance.plugin import PluginConformance
 from agl_testing.conformance.reward import RewardCase, RewardConformance
 from agl_testing.conformance.runner import COMMAND_AGENTS, PYTHON_AGENTS, RunnerConformance
@@ -23,6 +24,8 @@ __all__ = [
     "AlgorithmScenario",
     "CreditConformance",
     "FinishedCredit",
+    "ModalityCase",
+    "ModalityConformance",
     "PluginConformance",
     "RewardCase",
     "RewardConformance",
