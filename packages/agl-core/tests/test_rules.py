@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from agl.errors import ConflictError, FencedError, StoreError
 from agl.schemas import (
     LLM,
+    MAX_ATTEMPTS,
     Attempt,
     AttemptStatus,
     Claim,
@@ -296,9 +297,9 @@ def test_rollout_ends_with_the_last_attempt_that_a_store_can_number(
     status: AttemptStatus, error: ErrorInfo | None
 ) -> None:
     policy = RetryPolicy(max_attempts=9)
-    before = replace(queued(retry=policy), attempts=leases.MAX_ATTEMPTS - 2)
+    before = replace(queued(retry=policy), attempts=MAX_ATTEMPTS - 2)
     assert "queued" == ended(before, (status, error)).rollout.status
-    last = ended(replace(before, attempts=leases.MAX_ATTEMPTS - 1), (status, error))
+    last = ended(replace(before, attempts=MAX_ATTEMPTS - 1), (status, error))
     assert ("failed", 16383) == (last.rollout.status, last.attempt.number)
     if status == "lost" and error is None:
         assert last.attempt.error is not None
@@ -308,7 +309,7 @@ def test_rollout_ends_with_the_last_attempt_that_a_store_can_number(
 
 
 def test_last_attempt_that_a_store_can_number_is_named_as_the_cause_of_the_end() -> None:
-    before = replace(queued(retry=RetryPolicy(max_losses=1)), attempts=leases.MAX_ATTEMPTS - 1)
+    before = replace(queued(retry=RetryPolicy(max_losses=1)), attempts=MAX_ATTEMPTS - 1)
     error = ended(before, ("lost", FAILED)).attempt.error
     assert error is not None
     assert "in 1 of 16383 attempts and is not tried again: a store can number no more attempts of it" in error.message

@@ -90,6 +90,8 @@ TOLERATED_LINES = [  # by aiohttp
     b"POST /v1/chat%2fcompletions HTTP/1.1",
     b"POST http://a/v1/chat/completions HTTP/1.1",
     b"POST /store/v1/chat/completions HTTP/1.1",
+    b"POST /store/append-spans HTTP/1.1",
+    b"GET /store/append_spans HTTP/1.1",
     b"POST /v1/chat/completions?a=%0d%0a HTTP/1.1",
     b"GET /v1/chat/completions HTTP/1.1",
 ]
@@ -183,6 +185,14 @@ def test_odd_request_line_is_left_to_aiohttp(line: bytes):
 def test_odd_header_is_left_to_aiohttp(lines: list[bytes]):
     sent = b"\r\n".join([LINE, b"host: a", *lines]) + b"\r\n\r\n" + BODY
     assert (None, 0) == read_call(cast("Any", None), sent)
+
+
+@pytest.mark.parametrize("line", [LINE, b"POST /store/append_spans HTTP/1.1"])
+def test_small_call_of_a_model_or_of_the_store_is_plain(line: bytes):
+    sent = line + b"\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}"
+    request, size = read_call(cast("Any", None), sent)
+    assert request is not None
+    assert (line.split()[1].decode(), b"{}", len(sent)) == (request.path, request.body, size)
 
 
 async def refused(stage: Any, *, line: bytes, lines: list[bytes], body: bytes) -> None:

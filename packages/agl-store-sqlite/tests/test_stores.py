@@ -345,6 +345,21 @@ def test_outcomes_that_come_together_are_answered_one_by_one(opener: Opener, unk
     run(opener, body)
 
 
+@pytest.mark.parametrize("other", ["b", "none"])
+def test_spans_that_come_together_are_stored_or_refused_one_by_one(opener: Opener, other: str) -> None:
+    async def body(store: Store) -> None:
+        await start(store, "a", "b")
+        batches = [conversation(3), conversation(2), conversation(1, rollout=other)]
+        *answers, last = await asyncio.gather(*map(store.append_spans, batches), return_exceptions=True)
+        assert [None, None] == answers
+        assert isinstance(last, NotFoundError) if other == "none" else last is None
+        assert [1, 2, 3] == [span.sequence for span in await store.spans("a")]
+        tallies = [(await store.attempts(rollout_id))[0].tally.calls for rollout_id in "ab"]
+        assert [3, int(other == "b")] == tallies
+
+    run(opener, body)
+
+
 def test_delete_takes_what_is_finished_only(opener: Opener) -> None:
     async def body(store: Store) -> None:
         await start(store, "a", "b")

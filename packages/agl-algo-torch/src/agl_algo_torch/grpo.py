@@ -174,7 +174,7 @@ class GRPO(OnPolicy):
         # Rollouts that policies pi_k of earlier steps drew; their tokens count with c_t = min(pi_theta_old / pi_k,
         # bound).
         replayed = self._replay.pool.take(version, own=len(set(own)))
-        self._replay.pool.add(version, batch.samples, uses=batch.uses)
+        self._replay.add(version, batch.samples, uses=batch.uses)
         tokens = TokenNumbers()
         tokens.note_advantages(batch.samples)
         metrics |= await self._train(learner, batch.samples, replayed=replayed.rows, held=held, tokens=tokens)

@@ -437,7 +437,7 @@ class PPO(OnPolicy):
         if self._tuned.step < self._critic_settings.warmup:
             return Replayed()
         replayed = self._replay.pool.take(version, own=len({sample.rollout for sample in samples}))
-        self._replay.pool.add(version, samples, uses=uses)
+        self._replay.add(version, samples, uses=uses)
         return replayed
 
     def state(self) -> Mapping[str, Json]:

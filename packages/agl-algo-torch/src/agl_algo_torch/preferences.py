@@ -283,7 +283,10 @@ class PreferenceAlgorithm(Supplied, ABC):
                 row
                 for one in self._written
                 for row in one.rows(
-                    tokenizer=loaded.tokenizer, max_tokens=loaded.context_length, stop_ids=loaded.stop_ids
+                    tokenizer=loaded.tokenizer,
+                    max_tokens=loaded.context_length,
+                    stop_ids=loaded.stop_ids,
+                    modality=loaded.modality,
                 )
             ]
             reason = f"reached steps = {step}" if step >= self._supply.own_steps else ""

@@ -146,6 +146,7 @@ class SFT:
             tokenizer=loaded.tokenizer,
             max_tokens=loaded.context_length,
             stop_ids=loaded.stop_ids,
+            modality=loaded.modality,
         ):
             self._context.say(text)
         self._is_checked = True
@@ -160,7 +161,11 @@ class SFT:
         for dialogue in self._batch(learner.updates):
             # Tokenised per update: kept as tensors, a large file would take several times the memory of its text.
             samples += tokenize(
-                dialogue, tokenizer=loaded.tokenizer, max_tokens=loaded.context_length, stop_ids=loaded.stop_ids
+                dialogue,
+                tokenizer=loaded.tokenizer,
+                max_tokens=loaded.context_length,
+                stop_ids=loaded.stop_ids,
+                modality=loaded.modality,
             )
         # w_t and the total of this update; the rows of one dialogue share its id and so its weight.
         weight, total = loss_weights(samples, aggregation=self._aggregation)

@@ -16,6 +16,7 @@ from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.hints import count_of, did_you_mean
 from agl.schemas import Record
 from agl.stores import TableStore, is_readable, read_recordings
+from agl_data.blobs import copy_blobs, digests_of
 from agl_inspect.terminal.opening import complete_experiment, new_store, pass_manager, resolve_url, with_store
 from agl_inspect.terminal.output import json_option, print_json
 from agl_inspect.terminal.query import pages
@@ -59,7 +60,7 @@ class Copied(Record, frozen=True, kw_only=True, omit_defaults=False):
 def copy(manager: PluginManager, source: str, target: str, names: tuple[str, ...], as_json: bool) -> None:
     """Copy experiments to another store.
 
-    The copy has their rollouts, attempts, spans, resources, labels, metrics, states and ledgers.
+    The copy has their rollouts, attempts, spans, pictures, resources, labels, metrics, states and ledgers.
     """
     found = resolve_url(source)
 
@@ -161,6 +162,7 @@ async def _copy_rollouts(source: Store, target: TableStore, experiment: str, tel
     async for batch in _batches(source, RolloutQuery(experiment=experiment)):
         whole = [recording for recording in batch if is_readable(recording)]
         damaged += [recording.rollout.rollout_id for recording in batch if not is_readable(recording)]
+        await copy_blobs(source, target, digests_of(whole))
         new += len(await target.restore(whole))
         tell(len(batch))
     return new

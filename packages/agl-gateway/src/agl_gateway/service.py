@@ -216,7 +216,12 @@ class GatewayService:
         await self._check_split()
         routes = {**self._routes(), **self._conversation_routes()}
         handler = Dispatcher(
-            self.relay, admission=self._admission, attempts=self.attempts, quotas=self._quotas, routes=routes
+            self.relay,
+            admission=self._admission,
+            attempts=self.attempts,
+            quotas=self._quotas,
+            store=self._store_api().handle,
+            routes=routes,
         )
         self.routes = handler.routes
         self.recorder.start()
@@ -294,25 +299,13 @@ class GatewayService:
         return self.tokens.issue("", "", expires_at=time.time() + _PEER_KEY_S, scope="admin")
 
     def _routes(self) -> dict[str, Handle]:
-        store, admission, attempts, quotas = self.store, self._admission, self.attempts, self._quotas
-        stored = self.recorder.stored
-        store_api = StoreApi(
-            store=store,
-            admission=admission,
-            stored=stored,
-            settle=self.peers.settle,
-            attempts=attempts,
-            quotas=quotas,
-            reach=self._reach,
-            splitter=None if self._split is None else self._splitter,
-            redaction=self._redaction,
-        )
+        admission = self._admission
         traces = TracesApi(
-            store=store,
+            store=self.store,
             admission=admission,
-            stored=stored,
-            attempts=attempts,
-            quotas=quotas,
+            stored=self.recorder.stored,
+            attempts=self.attempts,
+            quotas=self._quotas,
             redaction=self._redaction,
         )
         status = StatusApi(
@@ -336,7 +329,6 @@ class GatewayService:
             reach=self._reach,
         )
         return {
-            "POST /store/*": store_api.handle,
             "POST /v1/traces": traces.handle,
             "GET /": status.root,
             "HEAD /": status.root,
@@ -349,6 +341,19 @@ class GatewayService:
             "GET /healthz": status.health,
             "GET /openapi.json": status.openapi,
         }
+
+    def _store_api(self) -> StoreApi:
+        return StoreApi(
+            store=self.store,
+            admission=self._admission,
+            stored=self.recorder.stored,
+            settle=self.peers.settle,
+            attempts=self.attempts,
+            quotas=self._quotas,
+            reach=self._reach,
+            splitter=None if self._split is None else self._splitter,
+            redaction=self._redaction,
+        )
 
     def _caches(self) -> list[RunningAttempts | WorkerReach | ArmRoutes | Conversations]:
         """Return the parts of the gateway that cache rollouts of the store."""

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from platformdirs import user_state_path
-
 from agl.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
@@ -102,4 +100,6 @@ def joined_keys(content: bytes, *, source: str) -> bytes:
 
 def state_dir() -> Path:
     """Return the folder of this user's state: ``agl`` below the platform's usual folder."""
+    from platformdirs import user_state_path  # here, because most commands need no folder of the user
+
     return user_state_path("agl", appauthor=False)

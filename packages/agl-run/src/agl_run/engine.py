@@ -18,6 +18,7 @@ from agl_run.parts.rewards import check_known as check_known
 from agl_run.parts.rewards import named as named
 from agl_run.plan import Plan as Plan
 from agl_run.plan import placeholder_keys as placeholder_keys
+from agl_run.plan import store_url_of as store_url_of
 from agl_run.run.blocking import run_blocking as run_blocking
 from agl_run.run.collector import Collector as Collector
 from agl_run.run.collector import cancel_unfinished as cancel_unfinished
@@ -25,7 +26,6 @@ from agl_run.run.driver import Driver as Driver
 from agl_run.run.fit import fit_plan as fit_plan
 from agl_run.run.running_experiment import ExperimentLock as ExperimentLock
 from agl_run.run.running_experiment import open_store as open_store
-from agl_run.run.running_experiment import store_url_of as store_url_of
 from agl_run.run.trainer import Trainer as Trainer
 from agl_run.run.training_episodes import read_finished as read_finished
 from agl_run.run.training_episodes import score_options as score_options

@@ -14,6 +14,7 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import AlgorithmEntry, Store
 from agl.errors import AglError, ConfigError
 from agl.schemas import Json, Resource
+from agl_inspect.stores import located
 from agl_run.access.tokens import PLACEHOLDER_KEY
 from agl_run.agents.agent import AgentSpec, LoadedAgent
 from agl_run.config.sections import ExperimentConfig, RunnerConfig
@@ -129,3 +130,8 @@ def load_agent(spec: AgentSpec) -> LoadedAgent:
             f"the agent {spec.identity!r} cannot be used: {problem}; name a function, such as "
             "def solve(task), or a class with a method rollout(task, resources, rollout) that is made without arguments"
         ) from error
+
+
+def store_url_of(plan: Plan) -> str:
+    """Return the URL of the experiment's store; a relative SQLite path is joined to the experiment's folder."""
+    return located(plan.config.experiment.store, plan.folder)

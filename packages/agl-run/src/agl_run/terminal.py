@@ -11,7 +11,7 @@ from agl import PluginManager
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
-from agl_inspect.stores import located
+from agl_inspect.stores import command, located
 from agl_inspect.terminal.opening import resolve_url
 from agl_run.config.file import load_config, load_data, parse_config
 from agl_run.config.sections import ExperimentConfig
@@ -19,7 +19,7 @@ from agl_run.display.progress import Progress
 from agl_run.run.trainer import Trainer
 from agl_run.worker.cluster_share import on_ray
 
-__all__ = ["experiment_argument", "make_trainer", "ray_option", "read_experiment", "store_of"]
+__all__ = ["experiment_argument", "make_trainer", "ray_option", "read_experiment", "run_again", "store_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -156,3 +156,21 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+_OF_AGL = ("debug", "no_plugins")
+_FLAGS = ("quiet", "as_json", "has_console")
+_NAMES = {"as_json": "--json", "has_console": "--console"}
+
+
+def run_again(file: Path, settings: tuple[str, ...], *flags: str, verb: str = "run") -> str:
+    """Return ``agl run FILE``, or another verb, with the command's own flags and ``--set`` options, and ``flags``."""
+    context = click.get_current_context()
+    # The proposed command repeats the person's own options, so that it can be pasted.
+    before = _given(context.find_root(), _OF_AGL)
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    return command(*before, verb, str(file), *overrides, *_given(context, _FLAGS), *flags)
+
+
+def _given(context: click.Context, names: tuple[str, ...]) -> list[str]:
+    return [_NAMES.get(name, f"--{name.replace('_', '-')}") for name in names if context.params.get(name)]

@@ -28,6 +28,11 @@ from agl_store_sqlite.sql.packing import Packer
 
 READERS = 4
 
+GATHER_S = 0.0005
+"""Seconds for which writes gather if several were committed together before: a commit takes longer, and most of the
+processor time of a small write.
+"""
+
 SWITCH_S = 0.0005
 """Seconds after which a busy thread of this process lets another one run; Python's default is ten times as long.
 
@@ -77,7 +82,9 @@ class SQLiteBackend:
         self._local = threading.local()
         self._connections: list[sqlite3.Connection] = []
         explained = partial(explain, path=path)
-        self._writer = Batches(self._write, shown_url=self.shown_url, explain=explained, is_shared=is_locked)
+        self._writer = Batches(
+            self._write, shown_url=self.shown_url, explain=explained, is_shared=is_locked, gather_s=GATHER_S
+        )
         self._reader = Batches(
             self._read, shown_url=self.shown_url, explain=explained, is_shared=is_locked, threads=READERS
         )

@@ -7,13 +7,17 @@ have no recorded token ids, so the ids come from the policy's own tokenizer. Mes
 chat template, exactly as the policy server renders a request, so training and serving see the same text.
 The tokens of an assistant turn are those that the turn adds to the prompt, up to and including the stop token, also
 where a template leaves it to the next message (as GLM's, whose turns end with the role of the next one).
+A message may have pictures, as in the chat API: `{"type": "image_url", "image_url": {"url": ...}}` with a data URL, or
+with the path of a file relative to the file of dialogues.
 A dialogue gives several rows if the template renders an earlier turn differently later (as reasoning models do).
 Weights, losses and updates are left to `sft` and `preferences`.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +27,18 @@ from jinja2 import TemplateError
 
 from agl.errors import DatasetError
 from agl_algo_torch.learner.batch import RowSample, from_tokens
+from agl_algo_torch.learner.pictures import expanded
 from agl_algo_torch.serving.codec import render_chat
+from agl_algo_torch.serving.pictures import pictures_of
 from agl_algo_torch.serving.templates import plain_message
 from agl_algo_torch.serving.toolcalls import read_format
+from agl_algo_torch.serving.wire import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from agl.contracts import Modality
+    from agl_algo_torch.learner.pictures import RowPictures
 
 Message = dict[str, Any]
 
@@ -45,6 +55,11 @@ class Dialogue:
     where: str
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the source file, where the paths of pictures begin."""
+        return Path(self.where.rpartition(":")[0]).parent
 
 
 def read_dialogues(path: Path) -> list[Dialogue]:
@@ -99,7 +114,12 @@ def is_message(value: Any) -> bool:
 
 
 def check_dialogues(
-    dialogues: Sequence[Dialogue], *, tokenizer: Any, max_tokens: int, stop_ids: Collection[int]
+    dialogues: Sequence[Dialogue],
+    *,
+    tokenizer: Any,
+    max_tokens: int,
+    stop_ids: Collection[int],
+    modality: Modality | None = None,
 ) -> list[str]:
     """Tokenise all dialogues, and return sentences about turns whose tokens are not what the file says.
 
@@ -109,7 +129,7 @@ def check_dialogues(
     thinking = read_format(tokenizer, stop_texts=stops).thinking
     found: dict[str, list[str]] = {}
     for dialogue in dialogues:
-        tokenize(dialogue, tokenizer=tokenizer, max_tokens=max_tokens, stop_ids=stop_ids)
+        tokenize(dialogue, tokenizer=tokenizer, max_tokens=max_tokens, stop_ids=stop_ids, modality=modality)
         for index, message in enumerate(dialogue.messages):
             if message["role"] == "assistant":
                 text, start = _turn(dialogue, tokenizer, index, stops)
@@ -138,36 +158,81 @@ def _losses(message: Message, rendered: str, stops: Sequence[str], thinking: tup
 
 
 def tokenize(
-    dialogue: Dialogue, *, tokenizer: Any, max_tokens: int, start: int = 0, stop_ids: Collection[int] = ()
+    dialogue: Dialogue,
+    *,
+    tokenizer: Any,
+    max_tokens: int,
+    start: int = 0,
+    stop_ids: Collection[int] = (),
+    modality: Modality | None = None,
 ) -> list[RowSample]:
     """Return the rows of a dialogue; a template that only appends messages gives one row.
 
     Messages before `start` are not trained. Besides the tokenizer's end of sequence, `stop_ids` end an assistant turn.
     All rows have `dialogue.where` as their rollout, so they are all in one update and share one part of the gradient.
-    Raises DatasetError for a row above `max_tokens`, messages that the template refuses, or a turn whose rendering does
-    not continue its prompt.
+    `modality` reads the pictures of messages, if the model reads any.
+    Raises DatasetError for a row above `max_tokens`, messages that the template refuses, a picture that cannot be read,
+    or a turn whose rendering does not continue its prompt.
     """
     samples: list[RowSample] = []
-    for text, spans in _rows(dialogue, tokenizer, start, _stop_texts(tokenizer, stop_ids)):
+    for text, spans, messages in _rows(dialogue, tokenizer, start, _stop_texts(tokenizer, stop_ids)):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids: list[int] = encoded["input_ids"]
+        offsets: list[tuple[int, int]] = encoded["offset_mapping"]
+        # A token belongs to the assistant if its first character does, because half a token cannot be trained.
+        mask = [int(any(start <= a < stop for start, stop in spans)) for a, _ in offsets]
+        ids, mask, pictures = _with_pictures(ids, mask, dialogue, messages, modality)
         if len(ids) > max_tokens:
             raise DatasetError(
                 f"{dialogue.where}: the dialogue has {len(ids)} tokens, but the model's context is {max_tokens}. "
                 "Shorten or remove it."
             )
-        offsets: list[tuple[int, int]] = encoded["offset_mapping"]
-        # A token belongs to the assistant if its first character does, because half a token cannot be trained.
-        mask = [int(any(start <= a < stop for start, stop in spans)) for a, _ in offsets]
-        samples.append(from_tokens(dialogue.where, ids, mask))
+        samples.append(from_tokens(dialogue.where, ids, mask, pictures=pictures))
     return samples
+
+
+def _with_pictures(
+    ids: list[int], mask: list[int], dialogue: Dialogue, messages: int, modality: Modality | None
+) -> tuple[list[int], list[int], RowPictures | None]:
+    """Return ids, mask and pictures of a row that has the first `messages` messages of a dialogue."""
+    try:
+        blobs = pictures_of([_inlined(message, dialogue.folder) for message in dialogue.messages[:messages]])
+        if modality is None and blobs:
+            raise ValueError("the model reads no pictures, or agl-vision is not installed")
+        return (ids, mask, None) if modality is None else expanded(ids, mask, blobs, modality)
+    except (OSError, ValueError, WireError) as error:
+        raise DatasetError(
+            f"{dialogue.where}: the pictures of the dialogue cannot be trained: {error}. Correct or remove the line."
+        ) from error
+
+
+def _inlined(message: Message, folder: Path) -> Message:
+    """Return the message with the pictures in files as data URLs."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = cast("list[dict[str, Any]]", content)
+    return {**message, "content": [_inlined_part(part, folder) for part in parts]}
+
+
+def _inlined_part(part: dict[str, Any], folder: Path) -> dict[str, Any]:
+    source: Any = part.get("image_url")
+    url = str(source["url"] if isinstance(source, dict) else source)
+    if part.get("type") != "image_url" or "://" in url or url.startswith("data:"):
+        return part
+    kind = mimetypes.guess_type(url)[0] or "application/octet-stream"
+    data = base64.b64encode((folder / url).read_bytes()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
 def _rows(
     dialogue: Dialogue, tokenizer: Any, first: int, stops: Sequence[str]
-) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Yield texts, longest first, with the character spans to train; each assistant turn is a span of one text."""
-    text, spans = "", list[tuple[int, int]]()
+) -> Iterator[tuple[str, list[tuple[int, int]], int]]:
+    """Yield texts, longest first, with the character spans to train and the number of messages in the text.
+
+    Each assistant turn is a span of one text.
+    """
+    text, spans, messages = "", list[tuple[int, int]](), 0
     # From the last turn back: if the text begins with the rendering of an earlier turn, that turn is trained in the
     # same row. A turn that the template rendered differently then needs a row of its own.
     for index in reversed(range(first, len(dialogue.messages))):
@@ -176,10 +241,10 @@ def _rows(
         rendered, start = _turn(dialogue, tokenizer, index, stops)
         if not text.startswith(rendered):
             if text:
-                yield text, spans
-            text, spans = rendered, []
+                yield text, spans, messages
+            text, spans, messages = rendered, [], index + 1
         spans.append((start, len(rendered)))
-    yield text, spans
+    yield text, spans, messages
 
 
 def _stop_texts(tokenizer: Any, stop_ids: Collection[int]) -> tuple[str, ...]:
@@ -227,10 +292,19 @@ class WrittenExample:
         """Return the source file and line of the chosen or rejected dialogue; `""` if the example lacks it."""
         return self.sides[side].where if side in self.sides else ""
 
-    def rows(self, *, tokenizer: Any, max_tokens: int, stop_ids: Collection[int]) -> Iterator[RowSample]:
+    def rows(
+        self, *, tokenizer: Any, max_tokens: int, stop_ids: Collection[int], modality: Modality | None = None
+    ) -> Iterator[RowSample]:
         """Yield the rows of the dialogues, with each dialogue's `where` as the rollout; raises as `tokenize` does."""
         for side in self.sides.values():
-            yield from tokenize(side, tokenizer=tokenizer, max_tokens=max_tokens, start=self.start, stop_ids=stop_ids)
+            yield from tokenize(
+                side,
+                tokenizer=tokenizer,
+                max_tokens=max_tokens,
+                start=self.start,
+                stop_ids=stop_ids,
+                modality=modality,
+            )
 
 
 def read_pairs(path: Path) -> list[WrittenExample]:

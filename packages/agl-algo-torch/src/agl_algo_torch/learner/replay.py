@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from agl.contracts import CallUse
     from agl_algo_torch.learner.objective import PolicyObjective
     from agl_algo_torch.learner.policy_learner import PolicyLearner
     from agl_objectives.settings import Replay
@@ -47,6 +48,10 @@ class ReplayBuffer:
     def __init__(self, algorithm: str, settings: Replay) -> None:
         self.pool = ReplayPool[RowSample](algorithm, share=settings.share, max_staleness=settings.max_staleness)
         self.share, self.bound = settings.share, settings.bound
+
+    def add(self, version: str, rows: Sequence[RowSample], *, uses: Mapping[str, tuple[CallUse, ...]]) -> None:
+        """Add a step's rollouts to the pool; rows with pictures are left out, because the files hold no pictures."""
+        self.pool.add(version, [row for row in rows if row.pictures is None], uses=uses)
 
     def weighed(
         self, rows: Sequence[RowSample], *, objective: PolicyObjective, learner: PolicyLearner

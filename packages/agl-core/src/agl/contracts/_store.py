@@ -368,8 +368,9 @@ class Store(Protocol):
     async def save_blobs(self, blobs: Sequence[Blob]) -> None:
         """Store payloads, each digest once.
 
-        Save the pictures of a call before its span is appended, and again if an hour has passed since. :meth:`delete`
-        removes a blob once no remaining span's ``ModelCall.media`` refers to it, unless it was saved in the last hour.
+        Save the payloads of a call before its span is appended, and again if an hour has passed since. :meth:`delete`
+        removes a blob to which the ``inputs`` and ``media`` of no remaining call refer, unless it was saved in the last
+        hour.
 
         Raises:
             ConflictError: A digest is not that of its data; nothing is saved.

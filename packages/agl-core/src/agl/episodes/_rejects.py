@@ -179,7 +179,7 @@ def _unseeable(call: ModelCall, processor: str) -> str:
             why = "; list its host in fetch_media of [gateway] params, so that the gateway fetches it"
         return f"{len(given)} inputs are not tokens: {given[0]}{why}"
     if call.processor != processor:
-        return f"the pictures went through {call.processor or 'an unknown processor'!r}, and rows need {processor!r}"
+        return f"the pictures went through the processor {call.processor!r}, and rows need {processor!r}"
     fault = media_fault(call.media, call.prompt_len)
     return f"the record has {fault}" if fault else ""
 

@@ -19,6 +19,7 @@ from agl.schemas._resource import (
     write_probe,
 )
 from agl.schemas._rollout import (
+    MAX_ATTEMPTS,
     TERMINAL_ROLLOUT,
     Attempt,
     AttemptStatus,
@@ -38,6 +39,7 @@ from agl.schemas._usage import Usage
 
 __all__ = [
     "LLM",
+    "MAX_ATTEMPTS",
     "PROBE_FILE",
     "SCHEMA_VERSION",
     "TERMINAL_ROLLOUT",

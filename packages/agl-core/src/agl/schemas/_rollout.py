@@ -22,6 +22,9 @@ TERMINAL_ROLLOUT: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"
 TERMINAL_ATTEMPT: frozenset[str] = frozenset({"succeeded", "failed", "timeout", "lost", "cancelled"})
 """The statuses of an attempt that are final."""
 
+MAX_ATTEMPTS = (1 << 14) - 1
+"""Largest number of attempts per rollout; the keys of stores have no room for larger attempt numbers."""
+
 
 class RetryPolicy(Record, frozen=True, kw_only=True):
     """The limits of a rollout: how often it may fail, how often it may lose its worker, and the time per attempt.

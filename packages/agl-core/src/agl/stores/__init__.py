@@ -1,7 +1,7 @@
 """The store kit: the store contract over the tables of a backend, and the memory store."""
 
 from agl.stores._blobs import documents_needed
-from agl.stores._leases import MAX_ATTEMPTS, deadline
+from agl.stores._leases import deadline
 from agl.stores._memory import MemoryStore, MemoryTables
 from agl.stores._operations import closed, documents_of, expire, unknown_attempt
 from agl.stores._queries import all_spans, is_readable, is_wanted, read_recordings, select, sort_key, start_of
@@ -13,7 +13,6 @@ from agl.stores._wake_up import WakeUp
 
 __all__ = [
     "DAMAGE",
-    "MAX_ATTEMPTS",
     "MAX_SEQUENCE",
     "Backend",
     "MemoryStore",

@@ -116,8 +116,9 @@ def _digests(spans: Iterable[Span]) -> dict[str, dict[str, None]]:
     """The digests that spans refer to, by rollout id."""
     found: dict[str, dict[str, None]] = {}
     for span in spans:
-        if span.call is not None and span.call.media:
-            digests = (each.digest for each in span.call.media if _DIGEST.fullmatch(each.digest))
+        if span.call is not None and (span.call.inputs or span.call.media):
+            given = (*span.call.inputs, *(each.digest for each in span.call.media))
+            digests = (each for each in given if _DIGEST.fullmatch(each))
             found.setdefault(span.rollout_id, {}).update(dict.fromkeys(digests))
     return found
 

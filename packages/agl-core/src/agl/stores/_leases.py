@@ -11,12 +11,9 @@ import math
 from msgspec.structs import replace
 
 from agl.errors import ConflictError, FencedError
-from agl.schemas import Attempt, AttemptStatus, Claim, ErrorInfo, Outcome, Rollout, RolloutStatus
+from agl.schemas import MAX_ATTEMPTS, Attempt, AttemptStatus, Claim, ErrorInfo, Outcome, Rollout, RolloutStatus
 from agl.schemas._ids import attempt_id_of
 from agl.schemas._rollout import TERMINAL_ATTEMPT
-
-MAX_ATTEMPTS = (1 << 14) - 1
-"""Largest number of attempts per rollout; the keys of stores have no room for larger attempt numbers."""
 
 _FINAL: dict[AttemptStatus, RolloutStatus] = {"succeeded": "succeeded", "cancelled": "cancelled"}
 """Maps the last attempt's status to the rollout's final status; every other status leads to ``failed``."""

@@ -146,7 +146,7 @@ def finish(tables: Tables, outcomes: Sequence[Outcome]) -> list[Rollout]:
     attempts = ((claim.rollout, counted(claim.attempt, own.pop(key, ()))) for key, claim in decided.items())
     _save_decided(tables, [Claim(rollout=rollout, attempt=attempt) for rollout, attempt in attempts])
     # Spans of outcomes that were repeated; those of decided attempts were counted with them.
-    _count(tables, own)
+    _count(tables, own, claims=after)
     return [after[outcome.attempt_id].rollout for outcome in outcomes]
 
 
@@ -180,12 +180,12 @@ def _save_decided(tables: Tables, claims: Sequence[Claim]) -> None:
     tables.add_statistics([share_of(each.rollout, each.attempt) for each in claims if each.rollout.is_finished])
 
 
-def _count(tables: Tables, spans: Mapping[str, Sequence[Span]]) -> None:
+def _count(tables: Tables, spans: Mapping[str, Sequence[Span]], *, claims: Mapping[str, Claim]) -> None:
     """Count newly stored spans, given by attempt id, in tallies and in the statistics of finished rollouts."""
     for attempt_id, own in spans.items():
         if not attempt_id or all(span.call is None and span.reward is None for span in own):
             continue
-        claim = need_held(tables, attempt_id)
+        claim = claims[attempt_id]
         after = counted(claim.attempt, own)
         # Nothing that counts: most batches of spans have neither a call nor a reward.
         if after is claim.attempt:
@@ -207,11 +207,15 @@ def _by_attempt(spans: Iterable[Span]) -> dict[str, list[Span]]:
 def append_spans(tables: Tables, spans: Sequence[Span]) -> None:
     """See :meth:`agl.contracts.Store.append_spans`."""
     values.check_spans(spans)
+    claims: dict[str, Claim] = {}
     for attempt_id, rollout_id in dict.fromkeys((span.attempt_id, span.rollout_id) for span in spans):
-        _ = need_held(tables, attempt_id) if attempt_id else need_rollout(tables, rollout_id)
+        if attempt_id:
+            claims[attempt_id] = need_held(tables, attempt_id)
+        else:
+            _ = need_rollout(tables, rollout_id)
     new = tables.insert_spans(spans)
     blobs.refer(tables, new)
-    _count(tables, _by_attempt(new))
+    _count(tables, _by_attempt(new), claims=claims)
 
 
 def delete(tables: Tables, rollout_ids: Sequence[str]) -> int:

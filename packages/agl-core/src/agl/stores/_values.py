@@ -12,10 +12,9 @@ from msgspec.structs import replace
 
 from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, Recording
 from agl.errors import ConflictError, InvalidIdError, InvalidRecordError, StoreError
-from agl.schemas import LLM, ResourceVersion, RetryPolicy, Rollout, Span
+from agl.schemas import LLM, MAX_ATTEMPTS, ResourceVersion, RetryPolicy, Rollout, Span
 from agl.schemas import _codec as codec
 from agl.schemas._ids import attempt_id_of, rollout_id_of
-from agl.stores._leases import MAX_ATTEMPTS
 
 _R = TypeVar("_R")
 

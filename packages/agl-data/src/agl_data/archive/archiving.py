@@ -17,11 +17,13 @@ from agl.errors import ConflictError
 from agl.schemas import Record, Rollout, RolloutStatus
 from agl.stores import is_readable
 from agl_data.archive.arrow import micros
+from agl_data.archive.blobs import archive_blobs
 from agl_data.archive.context import archive_context
 from agl_data.archive.layout import Folder, Manifest, folder_of, make_archive, open_archive
 from agl_data.archive.parts import PartReader, PartWriter, content_of
 from agl_data.archive.places import Place
 from agl_data.archive.stored import CHUNK, chunks, read_known, rollouts_there
+from agl_data.blobs import digests_of
 from agl_inspect.retention import FINISHED, delete_finished, needed_experiments, taking_turns
 from agl_inspect.terminal.query import check_experiment, pages
 from agl_store_sqlite.sql.compaction import Compaction
@@ -173,12 +175,15 @@ class Archiving:
     async def _write_part(self, folder: Folder, experiment: str, recordings: AsyncIterator[Recording]) -> bool:
         """Write recordings as one part until it is full; returns false if the recordings ended before."""
         with PartWriter(folder, experiment, writer=self._writer) as part:
+            digests: dict[str, None] = {}
             async for recording in recordings:
                 part.add(recording)
+                digests |= dict.fromkeys(digests_of([recording]))
                 self._tell(1)
                 if part.is_full:
                     break
             if part.count:
+                await archive_blobs(self._store, folder, list(digests))  # before a manifest names the part
                 manifest = await asyncio.to_thread(part.upload)
                 self._count(rollouts=part.count, bytes=sum(each.size for each in manifest.files.values()))
             return part.is_full

@@ -9,6 +9,7 @@
     EXPERIMENT/labels.parquet            every move of the resources' labels
     EXPERIMENT/scores.parquet            scores of the versions
     EXPERIMENT/metrics.parquet           the experiment's metrics
+    EXPERIMENT/blobs/SHA256              a picture that calls saw, as a blob in msgpack
 
 A part's manifest is written twice: before the part's files, marked as unfinished, and after them, marked as whole.
 Readers ignore unfinished parts. A part therefore appears as a whole or not at all, even in an object store that cannot

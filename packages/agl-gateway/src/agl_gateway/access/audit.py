@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from agl.errors import AglError
+from agl_gateway.wire.http.calls import EitherRequest
 from agl_run.access import AttemptToken
 
 _LOG = logging.getLogger("agl.audit")
@@ -76,7 +76,7 @@ class Audit:
         self._path = path
 
     @contextmanager
-    def of(self, deed: Deed | None, *, claim: AttemptToken, request: web.BaseRequest) -> Generator[None]:
+    def of(self, deed: Deed | None, *, claim: AttemptToken, request: EitherRequest) -> Generator[None]:
         """Write the audit line of ``deed`` when the block ends or raises an :class:`AglError`; ``None`` writes no
         line.
         """
@@ -89,9 +89,7 @@ class Audit:
         if deed is not None:
             self.write(deed, claim=claim, request=request)
 
-    def write(
-        self, deed: Deed, *, claim: AttemptToken, request: web.BaseRequest, error: Exception | None = None
-    ) -> None:
+    def write(self, deed: Deed, *, claim: AttemptToken, request: EitherRequest, error: Exception | None = None) -> None:
         """Write the audit line of a privileged action; with ``error``, the line's result is ``failed``."""
         line = Line(
             time=datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),

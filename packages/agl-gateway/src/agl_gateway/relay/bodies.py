@@ -17,7 +17,7 @@ import zstandard
 from aiohttp import StreamReader, web
 from multidict import MultiMapping
 
-from agl_gateway.wire.http.calls import ModelRequest
+from agl_gateway.wire.http.calls import EitherRequest
 from agl_gateway.wire.problems import Problem
 
 _RETRY_AFTER_S = 5
@@ -264,16 +264,13 @@ class BodyReader:
         self._taken: dict[int, int] = {}
         self._inflating = ThreadPoolExecutor(_INFLATING, thread_name_prefix="agl-inflate")
 
-    async def read_call(self, request: ModelRequest) -> bytes:
+    async def read_call(self, request: EitherRequest) -> bytes:
         """Return the JSON body of a model call; raises the errors of :meth:`read` and :func:`check_values`."""
-        if isinstance(request, web.BaseRequest):
-            body = await self.read(request, limit=self.max_body)
-        elif len(body := request.body) > self.max_body:
-            raise too_large(self.max_body)
+        body = await self.read(request, limit=self.max_body)
         await check_values(body)
         return body
 
-    async def read(self, request: web.BaseRequest, *, limit: int) -> bytes:
+    async def read(self, request: EitherRequest, *, limit: int) -> bytes:
         """Return the decompressed body of ``request``; bodies are decompressed in threads, two at a time.
 
         Raises:
@@ -281,6 +278,10 @@ class BodyReader:
                 arrives too slowly; 415 for an encoding other than gzip, deflate and zstd, or for several; 400 if it
                 cannot be read; 503 if it waits too long for the bytes of other large bodies.
         """
+        if not isinstance(request, web.BaseRequest):
+            if len(request.body) > limit:
+                raise too_large(limit)
+            return request.body
         encoding = _encoding_of(request)
         expected = _expected_size(request, encoding, limit)
         if expected > _LARGE:

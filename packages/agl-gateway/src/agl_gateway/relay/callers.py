@@ -21,7 +21,7 @@ from agl_gateway.processes.attempt_facts import AttemptFacts
 from agl_gateway.record.exchanges import CallContext, Origin
 from agl_gateway.traffic.conversations import Conversations, agent_of, conversation_of, rollout_id_of, user_of
 from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
-from agl_gateway.wire.http.calls import ModelRequest
+from agl_gateway.wire.http.calls import EitherRequest
 from agl_gateway.wire.translation import as_object, object_of, opening_of, text_in
 from agl_run.access import AttemptToken
 
@@ -284,7 +284,7 @@ class Owners:
     helper_calls: int = field(default=0, init=False)
 
     @asynccontextmanager
-    async def owner_of(self, request: ModelRequest, asked: Request, claim: AttemptToken) -> AsyncGenerator[Owner]:
+    async def owner_of(self, request: EitherRequest, asked: Request, claim: AttemptToken) -> AsyncGenerator[Owner]:
         """Yield the owner of a call, found by its token; inside the block the conversation does not become idle.
 
         Raises:
@@ -310,7 +310,7 @@ class Owners:
                 is_conversation=True,
             )
 
-    async def context_of(self, request: ModelRequest, asked: Request, owner: Owner) -> CallContext:
+    async def context_of(self, request: EitherRequest, asked: Request, owner: Owner) -> CallContext:
         """Return the context of a call; for a repeated request, the request's id may come from another process."""
         headers = request.headers
         request_id, retries = await self.facts.request_id(owner.attempt_id, headers, asked.body)

@@ -15,7 +15,7 @@ from agl_gateway.access.quotas import Quotas
 from agl_gateway.relay.relay import Relay
 from agl_gateway.relay.side_calls import COMPACT, SIDE_CALLS, SideCalls
 from agl_gateway.wire.google import COUNT_TOKENS, GOOGLE_BASE, GOOGLE_METHODS, google_endpoint
-from agl_gateway.wire.http.calls import CallReply, CallRequest, ModelRequest
+from agl_gateway.wire.http.calls import CallReply, CallRequest, EitherRequest
 from agl_gateway.wire.problems import Problem, problem_response
 from agl_gateway.wire.translation import CHAT, ClientApi
 from agl_run.access import AttemptToken
@@ -24,6 +24,7 @@ Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 _TOO_LARGE = 413
 
+STORE = "/store/"
 MODEL_ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings")
 
 
@@ -31,6 +32,7 @@ class Dispatcher:
     """Dispatches every request of the gateway to its handler.
 
     Args:
+        store: Answers calls of the store.
         routes: Handlers of further routes, by ``"METHOD /path"``; a path that ends in ``/*`` is a prefix.
     """
 
@@ -41,6 +43,7 @@ class Dispatcher:
         admission: Admission,
         attempts: RunningAttempts,
         quotas: Quotas,
+        store: Callable[[EitherRequest], Awaitable[web.Response]],
         routes: dict[str, Handle],
     ) -> None:
         self._relay = relay
@@ -48,6 +51,7 @@ class Dispatcher:
         self._admission = admission
         self._attempts = attempts
         self._quotas = quotas
+        self._store = store
         self._routes = {name: handle for name, handle in routes.items() if not name.endswith("/*")}
         self._prefixes = {name[:-1]: handle for name, handle in routes.items() if name.endswith("/*")}
 
@@ -56,8 +60,8 @@ class Dispatcher:
         """The names of all routes as ``METHOD /path``; ``*`` stands for the rest of a path, or for a model's name."""
         calls = [f"POST /v1{endpoint}" for endpoint in (*MODEL_ENDPOINTS, *SIDE_CALLS)]
         by_google = [f"POST {GOOGLE_BASE}/*:{method}" for method in GOOGLE_METHODS]
-        listed = ["GET /v1/models", f"GET {GOOGLE_BASE}"]
-        return (*calls, *by_google, *listed, *self._routes, *(f"{prefix}*" for prefix in self._prefixes))
+        others = ["GET /v1/models", f"GET {GOOGLE_BASE}", f"POST {STORE}*"]
+        return (*calls, *by_google, *others, *self._routes, *(f"{prefix}*" for prefix in self._prefixes))
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; closes the connection if the body is too large or was not read to its end."""
@@ -69,7 +73,7 @@ class Dispatcher:
             reply.force_close()
         return reply
 
-    async def answer(self, request: ModelRequest) -> web.StreamResponse | CallReply:
+    async def answer(self, request: EitherRequest) -> web.StreamResponse | CallReply:
         """Answer one request; an error gets the format that the client's library expects."""
         path = request.path
         try:
@@ -81,6 +85,8 @@ class Dispatcher:
             if path.startswith("/rollout/"):
                 rollout_id, attempt_id, key, endpoint = _split(path)
                 return await self._model_api(request, endpoint, key, (rollout_id, attempt_id))
+            if path.startswith(STORE) and request.method == "POST":
+                return await self._store(request)
             return await self._other(_aiohttps(request))
         except Problem as problem:
             return problem_response(problem, _dialect_at(path))
@@ -91,7 +97,7 @@ class Dispatcher:
             return problem_response(problem, _dialect_at(path))
 
     async def _model_api(
-        self, request: ModelRequest, endpoint: str, key: str, expected: tuple[str, str] | None
+        self, request: EitherRequest, endpoint: str, key: str, expected: tuple[str, str] | None
     ) -> web.StreamResponse | CallReply:
         google = google_endpoint(endpoint)
         if endpoint not in MODEL_ENDPOINTS and endpoint not in SIDE_CALLS and endpoint != "/models" and not google:
@@ -149,9 +155,9 @@ T = TypeVar("T")
 
 
 def _aiohttps(of_either: T | CallRequest | CallReply) -> T:
-    """Return a request or an answer of aiohttp's server, which alone serves what is not a plain model call."""
+    """Return a request or an answer of aiohttp's server, which alone serves what is not a plain call."""
     if isinstance(of_either, CallRequest | CallReply):
-        raise AssertionError("a plain model call is answered by the relay, over its own connection")
+        raise AssertionError("a plain call is answered by the relay or the store, over its own connection")
     return of_either
 
 

@@ -24,7 +24,7 @@ from agl_gateway.relay.routing import Router
 from agl_gateway.relay.sampling import SamplingRules
 from agl_gateway.relay.sender import FIRST_ERROR, Answer, NotSpokenError, Pump, Sender, reply_headers, request_headers
 from agl_gateway.traffic.arms import ArmRoutes, CallRoute
-from agl_gateway.wire.http.calls import CallReply, ModelRequest, begin, new_reply
+from agl_gateway.wire.http.calls import CallReply, EitherRequest, begin, new_reply
 from agl_gateway.wire.problems import Problem, problem_body, problem_response
 from agl_gateway.wire.thoughts import restored, thoughts_of
 from agl_gateway.wire.translation import Outgoing, Translation
@@ -54,7 +54,7 @@ class Relay:
     pictures: Pictures | None = None
 
     async def answer(
-        self, request: ModelRequest, endpoint: str, claim: AttemptToken, *, translation: Translation | None = None
+        self, request: EitherRequest, endpoint: str, claim: AttemptToken, *, translation: Translation | None = None
     ) -> web.StreamResponse | CallReply:
         """Answer one model call, whose token is verified, at an endpoint of one of the dialects.
 
@@ -65,7 +65,7 @@ class Relay:
         async with self.owners.owner_of(request, outgoing.request, claim) as owner:
             return await self.relayed(request, outgoing, owner)
 
-    async def relayed(self, request: ModelRequest, outgoing: Outgoing, owner: Owner) -> web.StreamResponse | CallReply:
+    async def relayed(self, request: EitherRequest, outgoing: Outgoing, owner: Owner) -> web.StreamResponse | CallReply:
         """Answer a call whose body has been read, and record it for ``owner``."""
         context = await self.owners.context_of(request, outgoing.request, owner)
         record = CallRecord(context=context, outgoing=outgoing)
@@ -85,7 +85,7 @@ class Relay:
             self._record(record, owner, [], status=0, error=_CLIENT_LEFT, is_complete=False)
             raise
 
-    async def _asked(self, request: ModelRequest, record: CallRecord, owner: Owner) -> web.StreamResponse | CallReply:
+    async def _asked(self, request: EitherRequest, record: CallRecord, owner: Owner) -> web.StreamResponse | CallReply:
         """Ask the policy, and pass its answer on."""
         outgoing, route = record.outgoing, await self._choose(record, owner)
         record.route = route
@@ -99,7 +99,7 @@ class Relay:
                 route.target.replicas.load.in_flight[server] -= 1
                 answer.response.close()
 
-    async def _read(self, request: ModelRequest, endpoint: str, translation: Translation | None) -> Outgoing:
+    async def _read(self, request: EitherRequest, endpoint: str, translation: Translation | None) -> Outgoing:
         dialect = dialect_of(endpoint)
         assert dialect is not None  # noqa: S101  # the dispatcher knows the dialects' endpoints
         asked = Request(dialect, await self.bodies.read_call(request))
@@ -133,7 +133,7 @@ class Relay:
         sent, notes = await self.sampling.apply(asked.request, upstream, record.context.rollout_id)
         record.outgoing = replace(asked, request=sent, notes=notes)
 
-    async def _send(self, request: ModelRequest, record: CallRecord, asked: Outgoing) -> tuple[Answer, str]:
+    async def _send(self, request: EitherRequest, record: CallRecord, asked: Outgoing) -> tuple[Answer, str]:
         """Send a call in the client's API, or as a chat completion if the policy's server lacks that API."""
         try:
             return await self._ask(request, record)
@@ -143,7 +143,7 @@ class Relay:
             self.sender.apis.learn(record.upstream, asked.request.dialect, answer.response.status)
             return answer, server
 
-    async def _ask(self, request: ModelRequest, record: CallRecord) -> tuple[Answer, str]:
+    async def _ask(self, request: EitherRequest, record: CallRecord) -> tuple[Answer, str]:
         route, outgoing, context = record.route, record.outgoing, record.context
         assert route is not None  # noqa: S101  # it is chosen before
         target, asked = route.target, outgoing.request
@@ -162,7 +162,7 @@ class Relay:
         return await self.sender.ask_policy(target, servers, path, body, headers, dialect=asked.dialect)
 
     async def _pass_on(
-        self, request: ModelRequest, answer: Answer, record: CallRecord, owner: Owner
+        self, request: EitherRequest, answer: Answer, record: CallRecord, owner: Owner
     ) -> web.StreamResponse | CallReply:
         """Pass an answer on and record it; the client sees the answer's end only once the call is stored."""
         headers = reply_headers(answer.response.headers)
@@ -179,7 +179,7 @@ class Relay:
         return web.Response(body=body, status=status, headers=headers)
 
     async def _pass_stream_on(
-        self, request: ModelRequest, answer: Answer, record: CallRecord, owner: Owner, headers: CIMultiDict[str]
+        self, request: EitherRequest, answer: Answer, record: CallRecord, owner: Owner, headers: CIMultiDict[str]
     ) -> web.StreamResponse | CallReply:
         stream = None
         if (translation := record.outgoing.translation) is not None:

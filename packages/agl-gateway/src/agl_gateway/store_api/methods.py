@@ -23,6 +23,7 @@ from agl_gateway.record.traces import spans_of_agent
 from agl_gateway.store_api.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, status_of
 from agl_gateway.store_api.worker_reach import WORKER_METHODS, WorkerReach
 from agl_gateway.traffic.splits import Splitter
+from agl_gateway.wire.http.calls import EitherRequest
 from agl_gateway.wire.problems import Problem
 from agl_run.access import AttemptToken
 
@@ -68,7 +69,7 @@ class StoreApi:
             JSON: _Codec(msgspec.json.Decoder, msgspec.json.Encoder().encode),
         }
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(self, request: EitherRequest) -> web.Response:
         """Answer one call of a store method."""
         content_type = JSON if request.content_type == JSON else MSGPACK
         codec = self._codecs[content_type]
@@ -82,7 +83,7 @@ class StoreApi:
             fault, status, headers = fault_of(error), status_of(error), {}
         return web.Response(body=codec.encode(fault), status=status, content_type=content_type, headers=headers)
 
-    async def _call(self, request: web.BaseRequest, codec: _Codec) -> bytes:
+    async def _call(self, request: EitherRequest, codec: _Codec) -> bytes:
         claim = self.admission.identities.verify(key_of(request.headers))
         name = request.path.removeprefix(_PREFIX)
         method = METHODS.get(name)

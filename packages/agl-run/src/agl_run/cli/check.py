@@ -4,14 +4,13 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from agl import PluginManager
 from agl.errors import ConfigError
 from agl.hints import count_of
-from agl_inspect.forecast.costs import Device, device_of
-from agl_inspect.forecast.models import ModelShape, shape_of_model
 from agl_inspect.stores import SQLITE, build_store, without_password
 from agl_inspect.terminal.opening import pass_manager, resolve_url
 from agl_inspect.terminal.output import echo, json_option, print_json
@@ -19,24 +18,22 @@ from agl_inspect.terminal.program import Modes
 from agl_inspect.text import visible
 from agl_run.checks.frameworks import unlisted_tracers
 from agl_run.checks.notices import crowded_loop, unused_credits
-from agl_run.cli.run import run_again
 from agl_run.config.dataset import unkeyed_tasks
 from agl_run.config.learning import example_tasks, learner_of
 from agl_run.config.sections import ExperimentConfig
 from agl_run.display.progress import Quiet, default_progress
 from agl_run.display.result_text import describe_episode
-from agl_run.forecast.recorded import Material, find, read
-from agl_run.forecast.report import make_report
-from agl_run.forecast.text import as_lines
-from agl_run.forecast.trial import TrialSize, try_out
 from agl_run.parts.build import check_components
 from agl_run.parts.waiting import waiting_for
-from agl_run.plan import Plan
+from agl_run.plan import Plan, store_url_of
 from agl_run.run.blocking import run_blocking
-from agl_run.run.fit import dev_plan
-from agl_run.run.running_experiment import store_url_of
 from agl_run.run.trainer import Trainer
-from agl_run.terminal import experiment_argument, make_trainer, ray_option
+from agl_run.terminal import experiment_argument, make_trainer, ray_option, run_again
+
+if TYPE_CHECKING:
+    from agl_inspect.forecast.costs import Device
+    from agl_inspect.forecast.models import ModelShape
+    from agl_run.forecast.recorded import Material
 
 
 @click.command("forecast")
@@ -89,6 +86,10 @@ def forecast(
     recorded; where there are too few, it first runs a trial, which calls the model and trains nothing.
     With --device it also computes the memory and the time of a step there.
     """
+    from agl_run.forecast.report import make_report
+    from agl_run.forecast.text import as_lines
+    from agl_run.forecast.trial import TrialSize, try_out
+
     made = make_trainer(file, settings, manager=manager).plan()
     target = _target(made, device, model)
     # Recorded rollouts cost nothing, so a trial runs only if there are too few.
@@ -111,11 +112,14 @@ def forecast(
         echo(line)
 
 
-def _target(plan: Plan, device: str | None, model: str | None) -> tuple[Device, ModelShape] | None:
+def _target(plan: Plan, device: str | None, model: str | None) -> "tuple[Device, ModelShape] | None":
     """Return the device and the model to compute costs for; without ``--model`` the model of a policy in training.
 
     Returns ``None`` without ``--device``.
     """
+    from agl_inspect.forecast.costs import device_of
+    from agl_inspect.forecast.models import shape_of_model
+
     if device is None:
         if model is not None:
             raise ConfigError(f"--model {model!r} says nothing without a device; add --device h100, or another one")
@@ -133,8 +137,10 @@ def _target(plan: Plan, device: str | None, model: str | None) -> tuple[Device, 
     return found, shape_of_model(known[0], folder=plan.folder)
 
 
-async def _recorded(plan: Plan) -> Material | None:
+async def _recorded(plan: Plan) -> "Material | None":
     """Read the experiment's recorded rollouts or trial for a forecast; return ``None`` if nothing is recorded."""
+    from agl_run.forecast.recorded import find, read
+
     url = store_url_of(plan)
     if url.startswith("memory:"):
         return None
@@ -221,6 +227,8 @@ def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: in
 
     The exit status is 1 if no rollout succeeded.
     """
+    from agl_run.run.fit import dev_plan
+
     trainer = make_trainer(file, settings, manager=manager)
     plan = trainer.plan()
     result = run_blocking(lambda: dev_plan(plan, progress=default_progress(), tasks=tasks))

@@ -32,13 +32,13 @@ from agl_run.config.training_settings import training_settings
 from agl_run.deliver.sinking import Sinks, SinkSource
 from agl_run.display.progress import Quiet
 from agl_run.parts.build import build_sinks
-from agl_run.plan import Plan
+from agl_run.plan import Plan, store_url_of
 from agl_run.run.blocking import run_blocking
 from agl_run.run.fit import FitResult
 from agl_run.run.resume import NothingMoreError
-from agl_run.run.running_experiment import open_store, store_url_of
+from agl_run.run.running_experiment import open_store
 from agl_run.runners.bound_process import BoundProcess
-from agl_run.terminal import experiment_argument, make_trainer, ray_option, store_of
+from agl_run.terminal import experiment_argument, make_trainer, ray_option, run_again, store_of
 
 
 @click.command("sync")
@@ -301,24 +301,6 @@ async def _start_console(manager: PluginManager, store_url: str) -> BoundProcess
 
 async def _first_line(console: BoundProcess) -> str:
     return (await console.process.stdout.readline()).decode() if console.process.stdout is not None else ""
-
-
-_OF_AGL = ("debug", "no_plugins")
-_FLAGS = ("quiet", "as_json", "has_console")
-_NAMES = {"as_json": "--json", "has_console": "--console"}
-
-
-def run_again(file: Path, settings: tuple[str, ...], *flags: str, verb: str = "run") -> str:
-    """Return ``agl run FILE``, or another verb, with the command's own flags and ``--set`` options, and ``flags``."""
-    context = click.get_current_context()
-    # The proposed command repeats the person's own options, so that it can be pasted.
-    before = _given(context.find_root(), _OF_AGL)
-    overrides = [word for setting in settings for word in ("--set", setting)]
-    return command(*before, verb, str(file), *overrides, *_given(context, _FLAGS), *flags)
-
-
-def _given(context: click.Context, names: tuple[str, ...]) -> list[str]:
-    return [_NAMES.get(name, f"--{name.replace('_', '-')}") for name in names if context.params.get(name)]
 
 
 NEXT = "-next-"

@@ -13,8 +13,7 @@ from msgspec import Meta
 
 from agl.algorithms import AlgorithmConfig, ComponentConfig, PlacementConfig
 from agl.hints import check_value
-from agl.schemas import Json, JsonResource, PromptTemplate, Record
-from agl.stores import MAX_ATTEMPTS
+from agl.schemas import MAX_ATTEMPTS, Json, JsonResource, PromptTemplate, Record
 from agl_run.config.learning import LearnSettings
 
 EXAMPLES = {

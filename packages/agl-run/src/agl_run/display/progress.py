@@ -5,8 +5,6 @@ import sys
 import time
 from typing import Protocol
 
-from agl_run.display.summary import LiveSummary
-
 _EVERY_S = 5.0
 """Seconds between two lines about one operation."""
 
@@ -72,7 +70,7 @@ class Lines:
 
 
 def default_progress(*, on_errors: bool = False) -> Progress:
-    """Return a :class:`LiveSummary` if all output goes to a terminal that can draw, else :class:`Lines`.
+    """Return a ``LiveSummary`` if all output goes to a terminal that can draw, else :class:`Lines`.
 
     Args:
         on_errors: Whether :class:`Lines` prints to standard error.
@@ -80,4 +78,8 @@ def default_progress(*, on_errors: bool = False) -> Progress:
     # Both: what goes to a file or a pipe must stay free of control sequences.
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     can_draw = is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
-    return LiveSummary() if can_draw else Lines(on_errors=on_errors)
+    if not can_draw:
+        return Lines(on_errors=on_errors)
+    from agl_run.display.summary import LiveSummary  # here, because what prints lines draws nothing
+
+    return LiveSummary()

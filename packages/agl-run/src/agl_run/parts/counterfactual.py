@@ -19,7 +19,6 @@ from agl.contracts import (
 )
 from agl.errors import AglError, CaptureError, ConfigError
 from agl.schemas import Episode, Json, Rollout, to_builtins, to_json
-from agl.stores import all_spans
 from agl_inspect.rollouts.answers import answer_counts
 from agl_run.plan import Plan
 
@@ -137,6 +136,8 @@ class Replays:
     async def _check_answered(self, plan: ReplayPlan, episode: Episode) -> None:
         """Raise :class:`CaptureError` if a model answered for a replaced agent, which invalidates the replay."""
         live = _unanswered(plan, episode)
+        from agl.stores import all_spans  # here, because a check of settings reads no spans
+
         spans = await all_spans(self._store, episode.rollout.rollout_id) if live else []
         for span in spans:
             if span.span_id in live and span.call is not None and span.call.dialect != "embeddings":

@@ -31,7 +31,7 @@ from agl.hints import did_you_mean
 from agl.schemas import LLM, Json, Resource, ResourceVersion
 from agl_inspect.ownership import Ownership
 from agl_inspect.records.labels import labelled
-from agl_inspect.stores import address_of, build_store, located, without_password
+from agl_inspect.stores import address_of, build_store, without_password
 from agl_run.access.secret import signing_keys
 from agl_run.checks.notices import crowded_loop
 from agl_run.deliver.exporting import Exporting
@@ -40,7 +40,7 @@ from agl_run.parts.build import build_exporters, no_token_ids
 from agl_run.parts.gateway import gateway_params, placed
 from agl_run.parts.models import policy_params
 from agl_run.parts.waiting import loading, waiting_for
-from agl_run.plan import Plan
+from agl_run.plan import Plan, store_url_of
 from agl_run.run.finish_feed import FinishFeed
 from agl_run.run.group_rewards import NamedGroupRewards
 from agl_run.run.opponents import PastPolicy
@@ -577,8 +577,3 @@ class ExperimentLock:
 def open_store(plan: Plan) -> Store:
     """Open the store in the experiment's configuration."""
     return build_store(plan.manager, store_url_of(plan))
-
-
-def store_url_of(plan: Plan) -> str:
-    """Return the URL of the experiment's store; a relative SQLite path is joined to the experiment's folder."""
-    return located(plan.config.experiment.store, plan.folder)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,11 +31,12 @@ from agl_run.config.sections import (
 )
 from agl_run.display.progress import Progress, default_progress
 from agl_run.parts.rewards import given_rewards, name_of
-from agl_run.plan import Plan
+from agl_run.plan import Plan, store_url_of
 from agl_run.run.blocking import Work, require_blocking, run_beside, run_blocking
-from agl_run.run.fit import DevResult, FitResult, dev_plan, fit_plan
-from agl_run.run.running_experiment import store_url_of
 from agl_run.watch.failures import warn_of_failures
+
+if TYPE_CHECKING:  # fit imports the whole engine, which a check of the settings does not need
+    from agl_run.run.fit import DevResult, FitResult
 
 GivenReward = str | ComponentConfig | Callable[..., Any]
 """Accepted forms of a reward: a registered name, a component, a function, an instance or a class."""
@@ -198,7 +199,7 @@ class Trainer:
         *,
         resume: bool = False,
         fresh: bool = False,
-    ) -> FitResult:
+    ) -> "FitResult":
         """Run the experiment to its end; blocks until then, in a script or a notebook.
 
         Args:
@@ -226,7 +227,7 @@ class Trainer:
         *,
         resume: bool = False,
         fresh: bool = False,
-    ) -> FitResult:
+    ) -> "FitResult":
         """Run the experiment like :meth:`fit` without blocking the event loop of an async program.
 
         The agent runs on another event loop in another thread. Cancelling this coroutine abandons the current step and
@@ -234,7 +235,9 @@ class Trainer:
         """
         return await run_beside(self._fit(self.plan(agent, train_dataset, val_dataset), resume=resume, fresh=fresh))
 
-    def _fit(self, plan: Plan, *, resume: bool, fresh: bool) -> Work[FitResult]:
+    def _fit(self, plan: Plan, *, resume: bool, fresh: bool) -> "Work[FitResult]":
+        from agl_run.run.fit import fit_plan
+
         return lambda: fit_plan(plan, progress=self._progress or default_progress(), resume=resume, fresh=fresh)
 
     def dev(
@@ -245,7 +248,7 @@ class Trainer:
         tasks: int = 3,
         record_as: str = "",
         mode: Mode = "test",
-    ) -> DevResult:
+    ) -> "DevResult":
         """Run the agent on a few tasks without training; blocks until the end, in a script or a notebook.
 
         The result has the calls, rewards and rows of each rollout, the errors of failed rollouts, and the reason for
@@ -275,12 +278,14 @@ class Trainer:
         tasks: int = 3,
         record_as: str = "",
         mode: Mode = "test",
-    ) -> DevResult:
+    ) -> "DevResult":
         """Run the agent on a few tasks like :meth:`dev` without blocking the event loop of an async program."""
         return await run_beside(self._dev(self.plan(agent, train_dataset), tasks, record_as, mode))
 
-    def _dev(self, plan: Plan, tasks: int, record_as: str, mode: Mode) -> Work[DevResult]:
-        async def work() -> DevResult:
+    def _dev(self, plan: Plan, tasks: int, record_as: str, mode: Mode) -> "Work[DevResult]":
+        from agl_run.run.fit import dev_plan
+
+        async def work() -> "DevResult":
             progress = self._progress or default_progress()
             result = await dev_plan(plan, progress=progress, tasks=tasks, record_as=record_as, mode=mode)
             warn_of_failures(result.episodes, store_url=store_url_of(plan))

@@ -6,7 +6,6 @@ losing a mark only costs space.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from hashlib import blake2b
 
 import msgspec
@@ -115,23 +114,22 @@ def _longest(points: list[tuple[Point, Mark]], data: bytes) -> tuple[int, Mark] 
 
 
 def _begins(data: bytes, point: Point) -> bool:
-    return len(data) >= point.length >= MIN_SHARED and _digest([data[: point.length]]) == point.digest
+    return len(data) >= point.length >= MIN_SHARED and _digest(data[: point.length]) == point.digest
 
 
 def _points(prompt: bytes, response: bytes, text: bytes) -> tuple[Point, Point, Point]:
-    end = max(0, len(text) - 2)
+    end, ids = max(0, len(text) - 2), blake2b(prompt, digest_size=16)
+    of_prompt = ids.digest()
+    ids.update(response)
     return (
-        Point(len(prompt), _digest([prompt])),
-        Point(len(prompt) + len(response), _digest([prompt, response])),
-        Point(end, _digest([memoryview(text)[:end]])),
+        Point(len(prompt), of_prompt),
+        Point(len(prompt) + len(response), ids.digest()),
+        Point(end, _digest(memoryview(text)[:end])),
     )
 
 
-def _digest(parts: Iterable[bytes | memoryview]) -> bytes:
-    digest = blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+def _digest(data: bytes | memoryview) -> bytes:
+    return blake2b(data, digest_size=16).digest()
 
 
 def _link(mark: Mark, share: Share | None) -> tuple[Mark, Share | None]:

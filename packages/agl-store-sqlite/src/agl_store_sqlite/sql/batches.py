@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +41,8 @@ class Batches(Generic[W]):
             raises, the whole batch is undone.
         shown_url: The store's name in the error for calls after the close.
         threads: Number of batches that run at once; a writer has one.
+        gather_s: Seconds for which a batch waits if fewer items wait than the last one had, because callers that were
+            answered together ask again together.
         explain: Converts an exception of ``act`` into the exception that callers get.
         is_shared: Returns true for an exception of ``act`` that is due to no single item, such as a timeout while
             waiting for a lock. All callers of the batch get such an exception, or a :class:`~agl.errors.StoreError`,
@@ -52,12 +55,14 @@ class Batches(Generic[W]):
         *,
         shown_url: str,
         threads: int = 1,
+        gather_s: float = 0.0,
         explain: Callable[[Exception], Exception] = lambda error: error,
         is_shared: Callable[[Exception], bool] = lambda error: False,
     ) -> None:
         self._act, self._explain, self._is_shared, self._shown_url = act, explain, is_shared, shown_url
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="agl-store")
         self._waiting: deque[_Job[W]] = deque()
+        self._gather_s, self._last = gather_s, 1
         self._lock = threading.Lock()
         self._is_called = False
         self.is_closed = False
@@ -116,9 +121,13 @@ class Batches(Generic[W]):
                 self._do(jobs)
 
     def _take(self) -> list[_Job[W]]:
+        if self._gather_s and 0 < len(self._waiting) < self._last:
+            time.sleep(self._gather_s)
         with self._lock:
             self._is_called = False
-            return [self._waiting.popleft() for _ in range(min(256, len(self._waiting)))]
+            batch = [self._waiting.popleft() for _ in range(min(256, len(self._waiting)))]
+        self._last = len(batch) or self._last
+        return batch
 
     def _do(self, jobs: Sequence[_Job[W]]) -> None:
         try:
@@ -175,7 +184,7 @@ def perform(works: Iterable[Work[Any]], tables: Tables) -> list[Any]:
     answers: list[Any] = []
     for act, group in groupby(works, key=lambda work: work.act):
         alike = list(group)
-        together = _finish_together(alike, tables) if act.__name__ == "finish" and len(alike) > 1 else None
+        together = _do_together(alike, tables) if act.__name__ in _JOINED and len(alike) > 1 else None
         answers += together or [_answer_of(work, tables) for work in alike]
     return answers
 
@@ -187,11 +196,16 @@ def _answer_of(work: Work[Any], tables: Tables) -> Any:
         return error
 
 
-def _finish_together(works: Sequence[Work[Any]], tables: Tables) -> list[Any] | None:
-    """Write the outcomes of several callers by one operation; ``None`` if it is refused, and has changed nothing."""
+_JOINED = ("finish", "append_spans")
+"""Operations on lists; what several callers send can be written by one of them."""
+
+
+def _do_together(works: Sequence[Work[Any]], tables: Tables) -> list[Any] | None:
+    """Write the lists of several callers by one operation; ``None`` if it is refused, and has changed nothing."""
     parts: list[Sequence[Any]] = [(*work.args, *work.kwargs.values())[0] for work in works]
     try:
-        rollouts = iter(works[0].act(tables, [outcome for part in parts for outcome in part]))
+        answers: Sequence[Any] | None = works[0].act(tables, [each for part in parts for each in part])
     except AglError:
         return None
-    return [[next(rollouts) for _ in part] for part in parts]
+    left = iter(answers or ())
+    return [answers and [next(left) for _ in part] for part in parts]

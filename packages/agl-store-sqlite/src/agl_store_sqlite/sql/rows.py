@@ -12,8 +12,18 @@ from msgspec.structs import force_setattr, replace
 from agl import semconv
 from agl.contracts import Change, RolloutQuery
 from agl.errors import NotFoundError
-from agl.schemas import Attempt, AttemptStatus, ErrorInfo, Mode, Rollout, RolloutStatus, attempt_id_of, decode
-from agl.stores import DAMAGE, MAX_ATTEMPTS, MAX_SEQUENCE, is_wanted, note_damage, start_of
+from agl.schemas import (
+    MAX_ATTEMPTS,
+    Attempt,
+    AttemptStatus,
+    ErrorInfo,
+    Mode,
+    Rollout,
+    RolloutStatus,
+    attempt_id_of,
+    decode,
+)
+from agl.stores import DAMAGE, MAX_SEQUENCE, is_wanted, note_damage, start_of
 
 R = TypeVar("R")
 

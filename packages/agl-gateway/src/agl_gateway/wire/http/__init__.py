@@ -1,1 +1,1 @@
-"""HTTP/1.1 for model calls, on both sides of the gateway; aiohttp serves and asks in all other cases."""
+"""HTTP/1.1 for calls of models and of the store; aiohttp serves and asks in all other cases."""

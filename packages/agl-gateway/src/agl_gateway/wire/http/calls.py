@@ -1,8 +1,9 @@
-"""Answers plain model calls on a connection, at a fraction of the cost of aiohttp, and leaves the rest to aiohttp.
+"""Answers plain calls on a connection, at a fraction of the cost of aiohttp, and leaves the rest to aiohttp.
 
-A call is plain if it is a small ``POST`` to an endpoint of a model, with a ``Content-Length`` and with nothing in its
-head that HTTP allows and hardly any client sends. The check is a whitelist: a request that departs from it in any byte
-goes to aiohttp with the whole connection, so that this module never decides what an odd request means.
+A call is plain if it is a small ``POST`` to an endpoint of a model or to a method of the store, with a
+``Content-Length`` and with nothing in its head that HTTP allows and hardly any client sends. The check is a whitelist:
+a request that departs from it in any byte goes to aiohttp with the whole connection, so that this module never decides
+what an odd request means.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from email.utils import formatdate
 from functools import lru_cache
 from http.client import responses
+from typing import Any
 
 from aiohttp import web
 from multidict import CIMultiDict
@@ -25,8 +27,9 @@ _SMALL = 128 * 1024
 _MAX_HEAD = 8 * 1024
 _WORD = rb"[\w~-][\w.~-]*+"
 _HEAD = re.compile(
-    rb"POST (/(?:v1|rollout/%(word)b/attempt/%(word)b/key/%(word)b/v1)"
-    rb"/(?:chat/completions|completions|responses|messages|embeddings))(?:\?([\w.~=&-]*+))? HTTP/1\.1\r\n"
+    rb"POST ((?:/v1|/rollout/%(word)b/attempt/%(word)b/key/%(word)b/v1)"
+    rb"/(?:chat/completions|completions|responses|messages|embeddings)|/store/[a-z_]++)"
+    rb"(?:\?([\w.~=&-]*+))? HTTP/1\.1\r\n"
     rb"((?:[\w!#$%%&'*+.^`|~-]++:[\t -~]*+\r\n)++)\r\n" % {b"word": _WORD},
     re.ASCII,
 )
@@ -36,7 +39,7 @@ _NO_BODY = (204, 304)
 
 
 class CallRequest:
-    """A plain model call with its whole body; has the attributes of :class:`aiohttp.web.BaseRequest` that calls need.
+    """A plain call with its whole body; has the attributes of :class:`aiohttp.web.BaseRequest` that calls need.
 
     Attributes:
         headers: The headers by their names in lower case.
@@ -61,9 +64,20 @@ class CallRequest:
         """The connection to the client; ``None`` once it is lost."""
         return self.connection.transport
 
+    @property
+    def remote(self) -> str:
+        """The client's address; ``""`` once the connection is lost."""
+        peer: Any = "" if self.transport is None else self.transport.get_extra_info("peername", "")
+        return peer if isinstance(peer, str) else str(peer[0])  # the path of a socket file, or an address and a port
 
-ModelRequest = web.BaseRequest | CallRequest
-"""A model call, as either server reads it."""
+    @property
+    def content_type(self) -> str:
+        """The media type without parameters."""
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+EitherRequest = web.BaseRequest | CallRequest
+"""A call, as either server reads it."""
 
 
 def read_call(connection: "CallConnection", received: bytes) -> tuple[CallRequest | None, int]:
@@ -132,14 +146,14 @@ class CallReply:
         return head
 
 
-def new_reply(request: ModelRequest, status: int, headers: CIMultiDict[str]) -> "CallReply | web.StreamResponse":
+def new_reply(request: EitherRequest, status: int, headers: CIMultiDict[str]) -> "CallReply | web.StreamResponse":
     """Create a streamed answer to a request; :func:`begin` sends its head."""
     if isinstance(request, CallRequest):
         return CallReply(request.connection, status, headers)
     return web.StreamResponse(status=status, headers=headers)
 
 
-async def begin(reply: "CallReply | web.StreamResponse", request: ModelRequest) -> None:
+async def begin(reply: "CallReply | web.StreamResponse", request: EitherRequest) -> None:
     """Begin to send ``reply`` to the sender of ``request``; bytes that are here already go with its head."""
     if isinstance(request, web.BaseRequest):
         assert not isinstance(reply, CallReply)  # noqa: S101  # as new_reply made it
@@ -149,7 +163,7 @@ async def begin(reply: "CallReply | web.StreamResponse", request: ModelRequest) 
 
 
 class CallConnection(asyncio.Protocol):
-    """A client's connection that answers plain model calls, one at a time, until another request comes.
+    """A client's connection that answers plain calls, one at a time, until another request comes.
 
     Args:
         answer: Answers a plain call; an answer that is a :class:`CallReply` was sent already.
@@ -272,7 +286,7 @@ class CallConnection(asyncio.Protocol):
                 self.transport.abort()
             raise
         except Exception:  # noqa: BLE001  # isolation: one call's failure must not end the connection unanswered
-            _log.exception("an error while answering a model call")
+            _log.exception("an error while answering a call")
             if not self._has_sent:
                 self.send_now(_whole(web.Response(status=500, text="500: the gateway failed; see its log")))
         self.task = None

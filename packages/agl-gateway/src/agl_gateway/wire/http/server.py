@@ -1,4 +1,4 @@
-"""Serves HTTP: plain model calls by :class:`CallConnection`, all else by aiohttp, on the same port.
+"""Serves HTTP: plain calls by :class:`CallConnection`, all else by aiohttp, on the same port.
 
 Connections on which a request's headers take too long to arrive are closed.
 """
@@ -13,7 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from agl_gateway.wire.http.calls import CallConnection, CallReply, CallRequest
 
 _PART_S = 0.5
-"""Seconds that a model call may take to arrive whole before its connection is left to aiohttp."""
+"""Seconds that a plain call may take to arrive whole before its connection is left to aiohttp."""
 
 _GRACE_S = 0.5
 """Seconds between a header deadline and the close of the connection.
@@ -84,7 +84,7 @@ class ConnectionServer(web.Server):
 
     Args:
         handle: Answers requests.
-        handle_call: Answers plain model calls.
+        handle_call: Answers plain calls.
         headers_s: Seconds that the headers of a request may take.
         keepalive_s: Seconds for which an idle connection is kept.
         settings: Other settings of aiohttp's connections, as for :class:`aiohttp.web.Server`.

@@ -25,14 +25,16 @@ def _digests(blobs: Sequence[Blob]) -> list[str]:
     return [blob.digest for blob in blobs]
 
 
-async def _finish_with(store: Store, *blobs: Blob) -> Rollout:
-    """Run a rollout whose only call saw these pictures."""
+async def _finish_with(store: Store, *blobs: Blob, has_spans: bool = True) -> Rollout:
+    """Run a rollout whose only call saw these pictures; ``has_spans`` is false for a model that does not train."""
     claim = await start_one(store)
     media = [
         MediaSpan(offset=2 * at, length=2, modality="image", digest=blob.digest, grid=(1, 2, 2))
         for at, blob in enumerate(blobs)
     ]
-    call = replace(make_call(range(20), range(9)), media=tuple(media), processor="P 1 0a")
+    call = replace(make_call(range(20), range(9)), inputs=tuple(_digests(blobs)))
+    if has_spans:
+        call = replace(call, media=tuple(media), processor="P 1 0a")
     (done,) = await store.finish([outcome_of(claim, spans=[make_span(claim, call=call)])])
     return done
 
@@ -111,7 +113,7 @@ async def _delete_one_by_one(location: StoreLocation) -> None:
     own, shared = make_blob("own"), make_blob("shared")
     async with opened(location) as store:
         await store.save_blobs([own, shared])
-        first, second = await _finish_with(store, own, shared), await _finish_with(store, shared)
+        first, second = await _finish_with(store, own, shared), await _finish_with(store, shared, has_spans=False)
         await store.delete([first.rollout_id])
         assert [shared] == await store.blobs(_digests([own, shared]))
         await store.delete([second.rollout_id])

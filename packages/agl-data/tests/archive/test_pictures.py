@@ -1,0 +1,60 @@
+"""Pictures go into an archive and to another store with the rollouts whose calls saw them."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from agl.errors import StoreError
+from agl.schemas import MediaSpan
+from agl.stores import MemoryStore
+from agl_data.blobs import copy_blobs
+from agl_testing.stores.samples import make_blob, make_call, make_rollout, make_span, outcome_of, start_one
+
+from .conftest import archive, restore
+
+ONE, TWO, OTHER = map(make_blob, ("one", "two", "other"))
+DIGESTS = [ONE.digest, TWO.digest]
+
+
+async def with_pictures() -> MemoryStore:
+    """Return a store with two rollouts that saw both pictures, and a third picture that no call saw."""
+    store = MemoryStore()
+    await store.save_blobs([ONE, TWO, OTHER])
+    for _ in range(2):
+        claim = await start_one(store, make_rollout(experiment="sums"))
+        media = [MediaSpan(offset=at, length=1, modality="image", digest=each) for at, each in enumerate(DIGESTS)]
+        call = replace(make_call(range(9), range(3)), media=tuple(media))
+        await store.finish([outcome_of(claim, spans=[make_span(claim, call=call)])])
+    return store
+
+
+def test_archive_holds_each_picture_once_and_restores_it(url: str) -> None:
+    async def work() -> None:
+        store, other = await with_pictures(), MemoryStore()
+        await archive(store, url)
+        await restore(other, url)
+        assert [ONE, TWO] == await other.blobs([*DIGESTS, OTHER.digest])
+
+    asyncio.run(work())
+
+
+def test_damaged_picture_in_an_archive_is_named(tmp_path: Path) -> None:
+    async def work() -> None:
+        await archive(await with_pictures(), str(tmp_path / "a"))
+        path = next(tmp_path.glob(f"a/*/blobs/{TWO.digest[7:]}"))
+        path.write_bytes(next(tmp_path.glob(f"a/*/blobs/{ONE.digest[7:]}")).read_bytes()[:-1] + b"x")
+        with pytest.raises(StoreError, match=TWO.digest[7:]):
+            await restore(MemoryStore(), str(tmp_path / "a"))
+
+    asyncio.run(work())
+
+
+def test_copy_leaves_out_pictures_that_the_source_lacks() -> None:
+    async def work() -> None:
+        store, other = await with_pictures(), MemoryStore()
+        await copy_blobs(store, other, [*DIGESTS, make_blob("missing").digest])
+        assert [ONE, TWO] == await other.blobs([*DIGESTS, OTHER.digest])
+
+    asyncio.run(work())
