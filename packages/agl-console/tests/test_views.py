@@ -568,6 +568,7 @@ async def test_pictures_stand_in_the_conversation_and_with_their_tokens(opened: 
     question, used, _ = turn["messages"]
     assert [{"kind": "image", "reference": digest}] == question["media"] == used["tools"][0]["media"]
     assert f"which colour?\n[image {digest[7:19]}]" == question["text"]["text"]
+    assert "" == turn["training"]  # a call with a picture of a known processor can train
 
 
 def test_row_with_a_picture_shows_it_beside_its_tokens() -> None:
