@@ -162,3 +162,25 @@ def test_teacher_with_another_processor_refuses_rows_with_pictures(folder: Path,
     make_tiny(tmp_path / "teacher", layers=2, picture=16)
     message = refusal(bench_of(folder, tmp_path, "distill"))
     assert "has another processor of pictures than the policy" in message
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_resumed_run_trains_on_pictures_as_an_uninterrupted_one(folder: Path, tmp_path: Path, algorithm: str) -> None:
+    whole = bench_of(folder, tmp_path / "whole", algorithm, steps=2)
+    asyncio.run(run(whole))
+    cut = bench_of(folder, tmp_path / "cut", algorithm, steps=2)
+
+    async def one_step(state: Any) -> Any:
+        async with cut:
+            learner = cut.scenario.make()
+            await learner.setup(cut.context())
+            if state:
+                await learner.restore(state)
+            await learner.step()
+            found = learner.state()
+            await learner.close()
+            return found
+
+    asyncio.run(one_step(asyncio.run(one_step(None))))
+    expected, found = (load_model(str(published(bench)), device="cpu").model.state_dict() for bench in (whole, cut))
+    assert all(tensor.equal(found[name]) for name, tensor in expected.items())
