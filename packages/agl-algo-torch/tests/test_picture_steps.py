@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import openai
 import pytest
 import torch
 
-from agl.contracts import StepReport
 from agl.contracts import POLICY_KEY_ENV
 from agl.episodes import make_rows
-from agl.errors import AglError, ConfigError
+from agl.errors import AglError
 from agl.schemas import Episode, MediaSpan, Reward, Transition, pack_floats, pack_ids
 from agl_algo_torch.distill import Distill
 from agl_algo_torch.grpo import GRPO
@@ -32,6 +30,9 @@ from agl_vision.tiny import make_tiny
 
 from .seeing_world import blob, picture, said
 from .token_world import made, published, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

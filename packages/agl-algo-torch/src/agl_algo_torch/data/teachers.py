@@ -156,8 +156,8 @@ class ServedTeacher:
         """
         if seeing := next((sample.rollout for sample in samples if sample.pictures is not None), ""):
             raise ConfigError(
-                f"The teacher {self._name!r} is a server, which gets no pictures, and the rollout {seeing!r} shows some. "
-                "Give a model folder as the teacher."
+                f"The teacher {self._name!r} is a server, which gets no pictures, and the rollout {seeing!r} shows "
+                "some. Give a model folder as the teacher."
             )
         at_once = asyncio.Semaphore(_AT_ONCE)
 

@@ -62,7 +62,7 @@ class ReplayServer:
     def answer(self, path: str, data: bytes) -> tuple[int, str, bytes]:
         """Return status, content type and body for one request."""
         dialect = dialect_of(path)
-        # A record has references in place of pictures and credentials, so the request is compared as it would be stored.
+        # Compared as a record has it: with references in place of pictures, and without credentials.
         body = Request(dialect, data).stored().request if dialect else None
         with self._lock:
             waiting = self._answers.get(key_of(dialect, body)) if dialect else None
