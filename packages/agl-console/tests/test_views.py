@@ -277,6 +277,21 @@ async def test_messages_are_searched_and_the_place_is_linked(opened: Open) -> No
     assert ([], 2) == (none["rollouts"], none["looked_through"])
 
 
+@pytest.mark.parametrize("word", ["role", "content", "assistant"])
+async def test_search_finds_what_was_said_and_no_key_or_role(opened: Open, word: str) -> None:
+    store = MemoryStore()
+    await record(store, "r", reward=1.0)
+    async with opened(store) as client:
+        assert [] == (await data_of(client, f"/rollouts?said={word}"))["rollouts"]
+
+
+async def test_range_of_steps_the_wrong_way_round_is_refused(opened: Open) -> None:
+    async with opened() as client:
+        answer = await client.get("/rollouts?step=5&until=2")
+        assert 400 == answer.status
+        assert "no step is from 5 to 2; exchange step and until" in await answer.text()
+
+
 async def test_filters_read_as_a_sentence_whose_parts_are_left_out_by_links(opened: Open) -> None:
     async with opened() as client:
         data = await data_of(client, "/rollouts?experiment=sums&algorithm=grpo&step=1&until=2&high=0.5&agent=writer")
