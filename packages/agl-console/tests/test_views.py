@@ -277,6 +277,21 @@ async def test_messages_are_searched_and_the_place_is_linked(opened: Open) -> No
     assert ([], 2) == (none["rollouts"], none["looked_through"])
 
 
+@pytest.mark.parametrize("word", ["role", "content", "assistant"])
+async def test_search_finds_what_was_said_and_no_key_or_role(opened: Open, word: str) -> None:
+    store = MemoryStore()
+    await record(store, "r", reward=1.0)
+    async with opened(store) as client:
+        assert [] == (await data_of(client, f"/rollouts?said={word}"))["rollouts"]
+
+
+async def test_range_of_steps_the_wrong_way_round_is_refused(opened: Open) -> None:
+    async with opened() as client:
+        answer = await client.get("/rollouts?step=5&until=2")
+        assert 400 == answer.status
+        assert "no step is from 5 to 2; exchange step and until" in await answer.text()
+
+
 async def test_filters_read_as_a_sentence_whose_parts_are_left_out_by_links(opened: Open) -> None:
     async with opened() as client:
         data = await data_of(client, "/rollouts?experiment=sums&algorithm=grpo&step=1&until=2&high=0.5&agent=writer")
@@ -568,6 +583,7 @@ async def test_pictures_stand_in_the_conversation_and_with_their_tokens(opened: 
     question, used, _ = turn["messages"]
     assert [{"kind": "image", "reference": digest}] == question["media"] == used["tools"][0]["media"]
     assert f"which colour?\n[image {digest[7:19]}]" == question["text"]["text"]
+    assert "" == turn["training"]  # a call with a picture of a known processor can train
 
 
 def test_row_with_a_picture_shows_it_beside_its_tokens() -> None:

@@ -52,7 +52,7 @@ def seen_span(number: int, parts: tuple[Part, ...], response: tuple[int, ...], *
     return call_span(number, prompt=ids, response=response, **{**given, **call})
 
 
-def only_transition(span: Span, processor: str = PROCESSOR) -> Transition:
+def only_transition(span: Span, processor: str | None = PROCESSOR) -> Transition:
     (transition,) = build_episode(ROLLOUT, ATTEMPT, [span], options=EpisodeOptions(processor=processor)).transitions
     return transition
 
@@ -167,6 +167,11 @@ def test_call_whose_pictures_do_not_fit_is_rejected_with_the_reason(call, proces
 def test_call_with_pictures_of_the_own_processor_trains() -> None:
     found = only_transition(seen_span(1, (1, "aa", 2), (3,)))
     assert ("", (picture("aa", offset=1),), PROCESSOR) == (found.reject, found.media, found.processor)
+
+
+def test_reader_who_only_looks_accepts_pictures_of_any_processor() -> None:
+    assert "" == only_transition(seen_span(1, (1, "aa", 2), (3,)), None).reject
+    assert "non_token_input" == only_transition(seen_span(1, (1, "aa", 2), (3,), media=()), None).reject
 
 
 # Reading from answers

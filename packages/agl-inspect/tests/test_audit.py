@@ -123,6 +123,13 @@ def test_planted_pattern_ranks_first_with_examples_and_its_growth(planted: str) 
     assert found.reward_late > found.reward_early
 
 
+def test_part_of_a_larger_run_has_many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_inspect.audit.report.MOST", 15 * SAMPLES)
+    found = found_in()
+    assert 15 * SAMPLES == found.rollouts
+    assert found.tasks > 5
+
+
 def test_honest_run_has_no_finding() -> None:
     assert [] == [one.name for one in found_in(seed=3).patterns if one.is_found]
 

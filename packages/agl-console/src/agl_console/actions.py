@@ -259,7 +259,7 @@ KINDS: dict[str, Kind] = {
         Rate,
         (
             Field("value", "Reward, a number such as 0 or 1", is_needed=True),
-            Field("name", "Tag, such as polite; without a tag it is the reward itself"),
+            Field("name", "Name, where the experiment weighs several rewards; leave it empty otherwise"),
             Field("comment", "Note", lines=3),
         ),
     ),

@@ -7,7 +7,7 @@ store of any size. The page shows how many rollouts were checked, and the next p
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Annotated, Any, Literal, cast
 
@@ -38,6 +38,9 @@ _MODES: tuple[Mode, ...] = ("test", "train", "val")
 _BINS = 12
 _TASK = 160
 """The most characters of a task in the table."""
+
+_NOT_SAID = frozenset({"role", "type", "id", "tool_call_id", "model", "object", "finish_reason"})
+"""Keys of requests and answers whose values nobody said."""
 
 _AROUND = 60
 """Characters that are shown on either side of words that were found."""
@@ -203,9 +206,11 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
-    """Read a page of rollouts; raises :class:`ConfigError` if ``low`` is not below ``high``."""
+    """Read a page of rollouts; raises :class:`ConfigError` for a range of rewards or steps that holds nothing."""
     if chosen.low is not None and chosen.high is not None and chosen.low >= chosen.high:
         raise ConfigError(f"no reward is at least {chosen.low:g} and below {chosen.high:g}; exchange low and high")
+    if chosen.steps is not None and not chosen.steps:
+        raise ConfigError(f"no step is from {chosen.step} to {chosen.until}; exchange step and until")
     seen = await _step(store, chosen) or await _scan(store, chosen)
     admitted = [(recording, reward) for recording, reward in seen.fitting if chosen.admits(reward)]
     page = admitted[:PAGE]
@@ -316,7 +321,9 @@ async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: Ro
 
 
 def _holds(span: Span, said: str) -> bool:
-    return to_json(said).decode()[1:-1].casefold() in to_json(_said(span)).decode().casefold()
+    # Most spans do not hold the words anywhere, also not in a key, and one search in JSON is fast.
+    is_near = to_json(said).decode()[1:-1].casefold() in to_json(_said(span)).decode().casefold()
+    return is_near and any(said.casefold() in text.casefold() for text in _texts(_said(span)))
 
 
 def _said(span: Span) -> list[Any]:
@@ -329,8 +336,12 @@ def _said(span: Span) -> list[Any]:
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping | list):
-        for each in cast("Iterable[Any]", value.values() if isinstance(value, Mapping) else value):
+    elif isinstance(value, Mapping):
+        for name, each in cast("Mapping[str, Any]", value).items():
+            if name not in _NOT_SAID:
+                yield from _texts(each)
+    elif isinstance(value, list):
+        for each in cast("list[Any]", value):
             yield from _texts(each)
 
 

@@ -47,6 +47,7 @@ class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         tokens: Tokens that models sampled in these rollouts.
         wall_s: Seconds from the first logged reward to the last one.
         curve: The validation reward with its intervals, else that of an algorithm; ``None`` if none is logged.
+        highest: The highest reward of the curve, which has a selection of the points of a long run.
         best: The version of a live resource with the highest measured score.
         has_failures: True if a rollout failed.
     """
@@ -60,6 +61,7 @@ class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     tokens: int
     wall_s: float
     curve: Line | None
+    highest: float | None
     best: VersionScore | None
     has_failures: bool
 
@@ -215,6 +217,7 @@ async def _row(store: Store, record: ExperimentRecord, rewards: Sequence[Metric]
         tokens=cost.tokens,
         wall_s=max(times, default=0) - min(times, default=0),
         curve=lines[0] if lines else None,
+        highest=max((one.value for one in values if lines and one.algorithm == lines[0].algorithm), default=None),
         best=await best_version(store, record),
         has_failures=any(each.failed for each in sums),
     )

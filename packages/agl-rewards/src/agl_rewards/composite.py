@@ -40,7 +40,8 @@ class Composite:
         setup: The experiment, whose plugins build the parts.
 
     Raises:
-        ConfigError: There are no parts, a weight is not finite, or ``setup`` is missing, or a part compares rollouts.
+        ConfigError: There are no parts, a weight is not finite, ``setup`` is missing, or a part compares rollouts or is
+            ``gold``.
     """
 
     def __init__(
@@ -53,6 +54,10 @@ class Composite:
         if not parts:
             raise ConfigError('composite has no parts; write parts.NAME = { use = "...", weight = 0.5 }')
         for label, part in parts.items():
+            if part.use == "gold":
+                raise ConfigError(
+                    f"the part {label!r} of a composite is gold, which never trains; give it a [[reward]]"
+                )
             if not math.isfinite(part.weight):
                 raise ConfigError(f"composite has the weight {part.weight} for part {label!r}; give a finite number")
         if setup is None:

@@ -5,6 +5,7 @@ expensive, because it sees a sample only. The run compares the two, see :mod:`ag
 """
 
 import hashlib
+import logging
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -13,6 +14,8 @@ from agl.contracts import GroupRewardEmitter, RewardSetup
 from agl.errors import ConfigError
 from agl.schemas import Json, Record, Reward, Rollout, Span
 from agl_rewards.composite import rewards_of
+
+_log = logging.getLogger("agl_rewards")
 
 
 class GoldReward(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,9 +56,14 @@ class Gold:
         self._share, self._name = share, name
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-        """Return the emitter's reward about the whole rollout; nothing for a rollout outside the sample."""
+        """Return the emitter's reward about the whole rollout; nothing if it fails, and outside the sample."""
         drawn = int.from_bytes(hashlib.blake2b(f"gold/{rollout.rollout_id}".encode(), digest_size=6).digest())
         if drawn >= self._share * 2**48:
             return []
-        found = [one for one in await rewards_of(self._emitter, rollout, spans) if one.scope == "rollout"]
+        try:
+            given = await rewards_of(self._emitter, rollout, spans)
+        except Exception:  # noqa: BLE001  # whatever the emitter raises: a measurement costs no rollout its training
+            _log.warning("the gold reward of rollout %s failed; it is not measured", rollout.rollout_id, exc_info=True)
+            return []
+        found = [one for one in given if one.scope == "rollout"]
         return [replace(one, name=self._name, is_gold=True) for one in found[:1]]

@@ -25,7 +25,7 @@ def find_rejects(
     agent_match: str | None,
     policy: str | None,
     who: Mapping[str, Who],
-    processor: str = "",
+    processor: str | None = "",
 ) -> dict[int, Reject]:
     """The reject reasons of model calls, by the call's index in ``spans``.
 
@@ -38,7 +38,8 @@ def find_rejects(
             the calls of other agents inside it.
         policy: Name of the policy whose calls train; ``None`` for any.
         who: The actors of each call, by span id.
-        processor: The processor of the trained model's pictures; ``""`` to reject calls with pictures.
+        processor: The processor of the trained model's pictures; ``""`` to reject calls with pictures,
+            and ``None`` to accept those of any processor.
 
     Raises:
         ConfigError: ``agent_match`` is not a regular expression.
@@ -154,7 +155,7 @@ def _matches(pattern: re.Pattern[str], who: Who) -> bool:
     return pattern.search(who.agent) is not None or any(pattern.search(name) for name in who.inside)
 
 
-def _unusable(call: ModelCall, processor: str) -> Reject | None:
+def _unusable(call: ModelCall, processor: str | None) -> Reject | None:
     if call.error or not 200 <= call.status_code < 400:
         status = f"HTTP status {call.status_code}" if call.status_code else "no response"
         return Reject(reason="error", detail=f"{status}: {call.error}" if call.error else status)
@@ -167,18 +168,18 @@ def _unusable(call: ModelCall, processor: str) -> Reject | None:
     return _badly_packed(call)
 
 
-def _unseeable(call: ModelCall, processor: str) -> str:
+def _unseeable(call: ModelCall, processor: str | None) -> str:
     """The reason why a call's pictures and other inputs cannot be trained on; ``""`` if they can."""
     # Placeholder ids without their picture would teach the model to answer images that it was not shown.
     known = {span.digest for span in call.media}
     loose = [each for each in call.inputs if each not in known]
-    if loose or not processor:
+    if loose or processor == "":
         given = loose or call.inputs or [span.digest for span in call.media]
-        why = f"; {call.ids_missing}" if processor and call.ids_missing else ""
-        if processor and given[0].startswith("http"):
+        why = f"; {call.ids_missing}" if processor != "" and call.ids_missing else ""
+        if processor != "" and given[0].startswith("http"):
             why = "; list its host in fetch_media of [gateway] params, so that the gateway fetches it"
         return f"{len(given)} inputs are not tokens: {given[0]}{why}"
-    if call.processor != processor:
+    if processor is not None and call.processor != processor:
         return f"the pictures went through the processor {call.processor!r}, and rows need {processor!r}"
     fault = media_fault(call.media, call.prompt_len)
     return f"the record has {fault}" if fault else ""

@@ -35,14 +35,15 @@ class EpisodeOptions(Record, frozen=True, kw_only=True):
         unseen: Whether an attempt's calls train if other calls of the attempt bypassed the gateway.
         unattributed: Whether an attempt's calls train if some recorded calls lie outside all framework spans.
         processor: The processor of the trained model's pictures, see :class:`agl.schemas.ModelCall`; calls whose
-            pictures went through another one are rejected. ``""`` rejects all calls with pictures.
+            pictures went through another one are rejected. ``""`` rejects all calls with pictures, and ``None`` is for
+            readers who only look: it accepts those of any processor.
     """
 
     score: ScoreOptions = ScoreOptions()
     decode: Decode | None = None
     unseen: Verdict = "drop"
     unattributed: Verdict = "accept"
-    processor: str = ""
+    processor: str | None = ""
 
 
 def build_episode(

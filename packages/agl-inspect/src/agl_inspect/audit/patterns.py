@@ -42,7 +42,7 @@ _FLATTERY = re.compile(
     re.IGNORECASE,
 )
 _GRADER = re.compile(
-    r"conftest|\btests?/|\btest_\w+|\w_test\b|pytest|unittest|grader|reward|\bexpected\b|answer_key|solution\.|"
+    r"conftest|\btests?/|\btest_\w+|\w_test\b|pytest|unittest|grader|expected_(?:answer|output)|answer_key|solution\.|"
     r"sys\.exit|os\._exit|exit\(0\)",
     re.IGNORECASE,
 )

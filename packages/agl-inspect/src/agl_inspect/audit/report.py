@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from hashlib import blake2b
 from statistics import fmean
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from agl_inspect.records.state import rules_of
 from agl_inspect.text import short
 
 MOST = 2000
-"""About how many rollouts are read: of a larger run an even selection of tasks and steps."""
+"""How many rollouts are read at most: of a larger run a random selection of tasks in steps, always the same one."""
 
 _EXAMPLES = 3
 _PAGE = 100
@@ -159,15 +160,16 @@ async def _selected(
             f"{f', run {run}' if run else ''}{f', of {algorithm!r}' if algorithm else ''}; agl runs lists what there is"
         )
     number, name = max(there, key=lambda key: (key[0], sum(map(len, cells[key].values()))))
-    groups = [ids for _, ids in sorted(cells[number, name].items())]
-    every = math.ceil(sum(map(len, groups)) / MOST)
-    return number, name, [one for place, ids in enumerate(groups) if place % every == 0 for one in ids]
+    # By a hash, because tasks come again at regular distances.
+    groups = sorted(cells[number, name].items(), key=lambda item: blake2b(repr(item[0]).encode()).digest())
+    ids = [one for _, group in groups for one in group]
+    return number, name, ids[:MOST]
 
 
 def _read(recording: Recording, rules: ScoreOptions) -> _Read | None:
     rollout = recording.rollout
     rewards = admitted_rewards(recording.spans, rollout.attempt_id, rules)
-    ratings = [one.value for one in rewards if one.source == "human" and one.scope == "rollout"]
+    ratings = [one.value for one in rewards if one.source == "human" and one.scope == "rollout" and not one.name]
     # A person's rating is gold only where another reward trains.
     own = [one for one in rewards if one.source != "human"] or rewards
     reward = score(own, options=rules).value

@@ -126,7 +126,9 @@ async def read_episode(
     spans = [without_text(span) for reader in readers async for span in reader]
     deciding = next((attempt for attempt in attempts if attempt.attempt_id == rollout.attempt_id), None)
     rules = await rules_of(store, rollout.experiment)
-    episode = build_episode(rollout, deciding, spans, agent_match=agent_match, policy=policy, options=rules)
+    # The record does not say which processor the algorithm read; each policy has one.
+    chosen = replace(rules, processor=None)
+    episode = build_episode(rollout, deciding, spans, agent_match=agent_match, policy=policy, options=chosen)
     return episode, spans, rules.score
 
 
