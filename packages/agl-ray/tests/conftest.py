@@ -102,6 +102,7 @@ class Pacing:
         if self.breaks == "words":
             context.say(Unreadable())
             await asyncio.sleep(3600)
+        context.reads("SomeProcessor 1.0")
         collected = await context.collect(context.train[:2], step=step, n=1)
         trained = tuple(episode.rollout.rollout_id for group in collected.groups() for episode in group)
         began = time.time()

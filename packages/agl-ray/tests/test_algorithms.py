@@ -10,6 +10,7 @@ import pytest
 
 from agl.errors import AglError, ConfigError, NotFoundError
 from agl_run import FitResult, Quiet, Trainer, load_config
+from agl_run.run.collector import Collector
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray's own sockets
 
@@ -54,6 +55,15 @@ def test_algorithm_sees_what_it_published_and_can_be_continued(ray: Any, experim
     given.file.write_text(given.file.read_text().replace("steps = 2", "steps = 3"))
     assert [1, 2] == [note["step"] for note in _notes(given)]
     assert "small-1-pacing-1" == _notes(given)[1]["live"]["style"]
+
+
+def test_algorithm_names_the_processor_of_its_pictures(
+    ray: Any, experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[str] = []
+    monkeypatch.setattr(Collector, "read_pictures", lambda _, processor: named.append(processor))
+    _fit(experiment(tmp_path, more=_algorithm("pacing", "style", "num_cpus = 0.5", "steps = 1") + RUNNER))
+    assert ["SomeProcessor 1.0"] == named
 
 
 def test_two_algorithms_take_turns_on_one_gpu_only_with_room_for_both(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from click.testing import CliRunner
 
 import agl
 from agl import semconv
+from agl.dialects import Request
 from agl.hints import count_of
-from agl.schemas import ModelCall, ResourceVersion
+from agl.schemas import ModelCall, ResourceVersion, to_json
 from agl_inspect.rollouts.conversations import difference, nearest
 from agl_inspect.terminal.program import cli
 from agl_replay.cli.replay_server import ReplayServer
@@ -338,16 +340,30 @@ def test_server_gives_each_recorded_answer_once_and_all_choices():
 
     failed = ModelCall(request_id="z", dialect="chat", model="m", request={"messages": []}, status_code=429)
     with ReplayServer([call("a", "one"), call("b", "two"), call("b", "three", 1), failed]) as server:
-        ask = {"model": "other", "temperature": 0.5, "messages": [{"role": "user", "content": "hi"}]}
+        ask = to_json({"model": "other", "temperature": 0.5, "messages": [{"role": "user", "content": "hi"}]})
         texts = []
         for _ in range(2):
             status, _, body = server.answer("/v1/chat/completions", ask)
             texts.append((status, [choice["message"]["content"] for choice in json.loads(body)["choices"]]))
         assert [(200, ["one"]), (200, ["two", "three"])] == texts
-        assert 429 == server.answer("/v1/chat/completions", {"messages": []})[0]
+        assert 429 == server.answer("/v1/chat/completions", b'{"messages": []}')[0]
         assert 400 == server.answer("/v1/chat/completions", ask)[0]
-        assert 400 == server.answer("/v1/unknown", None)[0]
+        assert 400 == server.answer("/v1/unknown", b"")[0]
         assert (3, 0, 2) == (server.served, server.unused, len(server.diverged))
+
+
+def test_server_answers_a_request_with_a_picture_from_the_record():
+    def ask(picture: bytes) -> bytes:
+        url = f"data:image/png;base64,{b64encode(picture).decode()}"
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}]
+        return to_json({"api_key": "secret", "messages": [{"role": "user", "content": content}]})
+
+    recorded = Request("chat", ask(b"one")).stored()
+    response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "a cat"}}]}
+    call = ModelCall(request_id="a", dialect="chat", model="m", request=recorded.request, response=response)
+    with ReplayServer([call]) as server:
+        assert 400 == server.answer("/v1/chat/completions", ask(b"two"))[0]
+        assert 200 == server.answer("/v1/chat/completions", ask(b"one"))[0]
 
 
 def test_divergence_is_compared_with_a_recorded_call_that_was_not_made_yet():
@@ -359,8 +375,8 @@ def test_divergence_is_compared_with_a_recorded_call_that_was_not_made_yet():
         for text in ("plan", "write", "review")
     ]
     with ReplayServer(calls) as server:
-        assert 200 == server.answer("/v1/chat/completions", ask("plan"))[0]
-        assert 400 == server.answer("/v1/chat/completions", ask("write it"))[0]
-        assert 400 == server.answer("/v1/chat/completions", ask("plan"))[0]
+        assert 200 == server.answer("/v1/chat/completions", to_json(ask("plan")))[0]
+        assert 400 == server.answer("/v1/chat/completions", to_json(ask("write it")))[0]
+        assert 400 == server.answer("/v1/chat/completions", to_json(ask("plan")))[0]
         assert server.diverged[0].endswith("message 2 (user) was 'write', is 'write it'")
         assert server.diverged[1].endswith("the request was recorded, and made fewer times")

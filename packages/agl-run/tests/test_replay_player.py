@@ -67,6 +67,15 @@ def chat_stream(client: Any) -> Any:
     return "".join(event.choices[0].delta.content or "" for event in events if event.choices)
 
 
+def look(client: Any) -> Any:
+    content = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,b25l"}},
+        {"type": "text", "text": "what is it?"},
+    ]
+    messages = [{"role": "user", "content": content}]
+    return client.chat.completions.create(model="m", messages=messages).choices[0].message.content
+
+
 def chat_twice(client: Any) -> Any:
     choices = client.chat.completions.create(model="m", messages=ASK, n=2).choices
     return [choice.message.content for choice in choices]
@@ -102,7 +111,7 @@ def chat_parsed(client: Any) -> Any:
     return raw.parse().choices[0].message.content, raw.elapsed.total_seconds() >= 0, raw.status_code
 
 
-WORKS = [chat, chat_stream, completions, responses, responses_stream]
+WORKS = [chat, look, chat_stream, completions, responses, responses_stream]
 
 
 @pytest.mark.parametrize("work", [*WORKS, chat_parsed])

@@ -207,6 +207,7 @@ class AlgorithmHost:
             recorded=partial(self._link.ask, "recorded"),
             publish=partial(self._link.ask, "publish"),
             propose=partial(self._link.ask, "propose"),
+            reads=partial(self._link.tell, "reads"),
             agents=config.agents,
         )
 

@@ -217,7 +217,7 @@ def _inlined(message: Message, folder: Path) -> Message:
 
 def _inlined_part(part: dict[str, Any], folder: Path) -> dict[str, Any]:
     source: Any = part.get("image_url")
-    url = str(source["url"] if isinstance(source, dict) else source)
+    url = str(cast("dict[str, Any]", source)["url"] if isinstance(source, dict) else source)
     if part.get("type") != "image_url" or "://" in url or url.startswith("data:"):
         return part
     kind = mimetypes.guess_type(url)[0] or "application/octet-stream"

@@ -86,12 +86,25 @@ class LocalTeacher:
             raise another_tokenizer(self._path, "it splits a text into other tokens")
 
     async def score(self, samples: Sequence[RowSample]) -> list[Tensor]:
-        """Return the log-probabilities at temperature 1, [T] per sample, from forward passes without gradient."""
+        """Return the log-probabilities at temperature 1, [T] per sample, from forward passes without gradient.
+
+        Raises ConfigError if a sample has pictures that went through another processor than the teacher's.
+        """
         if self._loaded is None:
             self._loaded, notices = await asyncio.to_thread(self._open)
             for notice in notices:
                 self._say(f"the teacher {self._path!r}: {notice}")
+        self._check_pictures(self._loaded, samples)
         return await asyncio.to_thread(self._score, self._loaded, samples)
+
+    def _check_pictures(self, loaded: LoadedModel, samples: Sequence[RowSample]) -> None:
+        own = "" if loaded.modality is None else loaded.modality.processor
+        for sample in samples:
+            if sample.pictures is not None and (needed := sample.pictures.modality.processor) != own:
+                raise ConfigError(
+                    f"The teacher {self._path!r} has another processor of pictures than the policy: {own or 'none'}, "
+                    f"not {needed}. Take a larger model of the policy's family with the same preprocessor_config.json."
+                )
 
     def _open(self) -> tuple[LoadedModel, list[str]]:
         loaded = load_model(self._path, device=self._compute.device, dtype=self._compute.dtype)
@@ -138,8 +151,14 @@ class ServedTeacher:
         """Return the server's log-probabilities, [T] per sample; repeats unanswered requests for `wait_s` seconds.
 
         Raises:
+            ConfigError: A sample has pictures.
             AglError: The server refuses a request, its answer has other tokens than the request, or it stays away.
         """
+        if seeing := next((sample.rollout for sample in samples if sample.pictures is not None), ""):
+            raise ConfigError(
+                f"The teacher {self._name!r} is a server, which gets no pictures, and the rollout {seeing!r} shows "
+                "some. Give a model folder as the teacher."
+            )
         at_once = asyncio.Semaphore(_AT_ONCE)
 
         async def one(sample: RowSample) -> Tensor:

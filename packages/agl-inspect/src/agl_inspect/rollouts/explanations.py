@@ -26,8 +26,9 @@ NEXT_STEP: dict[RejectReason, str] = {
     "releases: update it, or switch streaming off.",
     "empty_response": "The model ended at once: look at max_tokens, the stop strings and the chat template.",
     "non_token_input": (
-        "Pictures train with a model that reads them, if the record holds them: send them as data URLs, or set "
-        "fetch_media in [gateway] params. Audio and files do not train."
+        "Pictures train with the algorithms of agl-algo-torch (tinker and verl train on text only) and a model that "
+        "reads them, if the record holds them: send them as data URLs, or set fetch_media in [gateway] params. Audio "
+        "and files do not train."
     ),
     "not_selected": "If it should train, change agent_match or the policy that the algorithm tunes.",
     "unseen_calls": "Point that client at the gateway, with the base URL and the key of the resource, or let it call "

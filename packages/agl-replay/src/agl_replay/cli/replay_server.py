@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeGuard
 
-import msgspec
-
-from agl.dialects import dialect_of
+from agl.dialects import Request, dialect_of
 from agl.schemas import Dialect, ModelCall, to_json
 from agl_inspect.rollouts.answers import answer_of, asked, encode_answer, exchanges_of, key_of
 from agl_inspect.rollouts.conversations import ending, nearest
@@ -61,9 +59,11 @@ class ReplayServer:
         self._http.server_close()
         self._thread.join()
 
-    def answer(self, path: str, body: Any) -> tuple[int, str, bytes]:
+    def answer(self, path: str, data: bytes) -> tuple[int, str, bytes]:
         """Return status, content type and body for one request."""
         dialect = dialect_of(path)
+        # Compared as a record has it: with references in place of pictures, and without credentials.
+        body = Request(dialect, data).stored().request if dialect else None
         with self._lock:
             waiting = self._answers.get(key_of(dialect, body)) if dialect else None
             if dialect is None or not waiting:
@@ -93,7 +93,7 @@ def _handler(server: ReplayServer) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:  # the name that http.server calls
             data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            self._send(*server.answer(self.path, _read(data)))
+            self._send(*server.answer(self.path, data))
 
         def do_GET(self) -> None:
             self._send(200, "application/json", b'{"object":"list","data":[]}')
@@ -118,13 +118,6 @@ def _recorded(dialect: Dialect, exchange: list[ModelCall], *, is_streamed: bool)
         body = to_json(first.response) if _is_object(first.response) else _error(first.error or "no answer")
         return first.status_code if first.status_code >= _REFUSED else _NO_ANSWER, "application/json", body
     return (200, *encode_answer(dialect, answer, is_streamed=is_streamed))
-
-
-def _read(data: bytes) -> Any:
-    try:
-        return msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        return None
 
 
 def _error(message: str) -> bytes:

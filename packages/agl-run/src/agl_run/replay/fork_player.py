@@ -65,7 +65,8 @@ class ForkPlayer:
         if body is None or request.dialect == "embeddings":
             return None
         with self._lock:
-            source, answer = self._answer(request.dialect, body, agent)
+            # Compared as a record has it, with references in place of pictures.
+            source, answer = self._answer(request.dialect, request.stored().request, agent)
         if source == "live":
             return None
         version = f"{REPLAY_VERSION}{source}"

@@ -48,8 +48,9 @@ class Player:
         dialect, asked = request.dialect, request.to_dict()
         if asked is None or dialect == "embeddings":
             return None
+        stored = request.stored().request  # as a record has it, with references in place of pictures
         with self._lock:
-            found = self._replacement(dialect, asked, agent) or self._recorded_answer(dialect, asked, agent)
+            found = self._replacement(dialect, asked, agent) or self._recorded_answer(dialect, stored, agent)
         if found is None:
             return None
         source, answer = found
