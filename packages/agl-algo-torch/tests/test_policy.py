@@ -15,10 +15,12 @@ import torch
 from agl.contracts import POLICY_KEY_ENV, ServedModel
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import PromptTemplate, ResourceVersion, Weights
+from agl.stores import MemoryStore
 from agl_algo_torch.learner.checkpoint import save_served
 from agl_algo_torch.learner.model import LoadedModel, add_lora
 from agl_algo_torch.serving.policy import TorchPolicy
 from agl_objectives.settings import Lora
+from agl_run.run.opponents import PastPolicy
 from agl_testing.waiting import eventually
 
 Make = Callable[..., LoadedModel]
@@ -250,3 +252,23 @@ def test_stopping_answers_running_requests_with_503(make_loaded: Make) -> None:
             await policy.start()
 
     asyncio.run(run())
+
+
+def test_opponent_is_unloaded_when_the_first_version_is_live_again(
+    make_loaded: Make, serve: Callable[..., TorchPolicy], tmp_path: Path
+) -> None:
+    policy = serve(make_loaded())
+    weights = save_served(make_loaded(seed=5), tmp_path / "served")
+    first, second = version_of(policy.resource(), "first"), version_of(weights, "second")
+    opponent = PastPolicy(name="rival", of="llm")
+    opponent.bind(policy, ServedModel(base_urls=(policy.base_url,), model="tiny"))
+
+    async def play() -> None:
+        store = MemoryStore()
+        for newest, drawn in ((second, first), (first, first)):
+            await opponent.draw(store, newest, seed=0)
+            await opponent.load(drawn)
+
+    asyncio.run(play())
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        greedy(policy, model="tiny@first")

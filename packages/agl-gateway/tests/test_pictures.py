@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections import Counter
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
@@ -198,7 +199,32 @@ async def test_request_with_too_many_or_too_large_pictures_is_refused(serving, m
         assert 0 == it.bodies_held
 
 
-@pytest.mark.parametrize("host", ["https://example.com", "*.example.com", "localhost", "", "example.com/a"])
+async def test_international_host_is_compared_in_its_encoded_form(serving, server, monkeypatch):
+    Names(monkeypatch)
+    async with hosting() as (host, _), serving(fetch_media=["xn--bcher-kva.example.com"]) as it:
+        _, token = await open_attempt(it)
+        assert 200 == await post(it, token, said(image(f"http://bücher.example.com:{host.port}/a.png")))
+        assert coded(PICTURE) in str(server.calls[-1].json)
+
+
+async def test_large_pictures_are_encoded_outside_the_event_loop(serving, monkeypatch):
+    Names(monkeypatch)
+    monkeypatch.setattr(pictures, "LARGE", 10)
+    threads = []
+    inlined = pictures._inlined
+    monkeypatch.setattr(
+        pictures, "_inlined", lambda *each: (threads.append(threading.current_thread()), inlined(*each))[1]
+    )
+    async with hosting() as (_, root), serving(fetch_media=[HOST]) as it:
+        _, token = await open_attempt(it)
+        assert 200 == await post(it, token, said(image(f"{root}/a.png")))
+        assert threading.current_thread() not in threads
+        assert 1 == len(threads)
+
+
+@pytest.mark.parametrize(
+    "host", ["https://example.com", "*.example.com", "localhost", "", "example.com/a", "127.0.0.1", "127.1"]
+)
 async def test_setting_takes_names_of_hosts_only(host):
     with pytest.raises(ConfigError, match="give a host such as example"):
         Pictures([host], ByteBudget(limit=1, wait_s=1.0))

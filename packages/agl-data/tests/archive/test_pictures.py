@@ -14,18 +14,20 @@ from agl_testing.stores.samples import make_blob, make_call, make_rollout, make_
 
 from .conftest import archive, restore
 
-ONE, TWO, OTHER = map(make_blob, ("one", "two", "other"))
+ONE, TWO, SEEN, OTHER = map(make_blob, ("one", "two", "seen", "other"))
 DIGESTS = [ONE.digest, TWO.digest]
 
 
 async def with_pictures() -> MemoryStore:
-    """Return a store with two rollouts that saw both pictures, and a third picture that no call saw."""
+    """Return a store with two rollouts that saw three pictures, one in no span, and a picture that no call saw."""
     store = MemoryStore()
-    await store.save_blobs([ONE, TWO, OTHER])
+    await store.save_blobs([ONE, TWO, SEEN, OTHER])
     for _ in range(2):
         claim = await start_one(store, make_rollout(experiment="sums"))
         media = [MediaSpan(offset=at, length=1, modality="image", digest=each) for at, each in enumerate(DIGESTS)]
-        call = replace(make_call(range(9), range(3)), media=tuple(media))
+        call = replace(
+            make_call(range(9), range(3)), media=tuple(media), inputs=(SEEN.digest, "https://example.com/a.png")
+        )
         await store.finish([outcome_of(claim, spans=[make_span(claim, call=call)])])
     return store
 
@@ -35,7 +37,7 @@ def test_archive_holds_each_picture_once_and_restores_it(url: str) -> None:
         store, other = await with_pictures(), MemoryStore()
         await archive(store, url)
         await restore(other, url)
-        assert [ONE, TWO] == await other.blobs([*DIGESTS, OTHER.digest])
+        assert [ONE, TWO, SEEN] == await other.blobs([*DIGESTS, SEEN.digest, OTHER.digest])
 
     asyncio.run(work())
 

@@ -33,7 +33,7 @@ from agl.schemas._rollout import (
     RolloutStatus,
     Tally,
 )
-from agl.schemas._span import Reward, RewardScope, RewardSource, Span, SpanEvent, SpanStatus
+from agl.schemas._span import Reward, RewardScope, RewardSource, Span, SpanEvent, SpanStatus, blob_digests
 from agl.schemas._transition import CallCredit, Episode, LooseCall, RejectReason, Row, Segment, Transition
 from agl.schemas._usage import Usage
 
@@ -84,6 +84,7 @@ __all__ = [
     "Weights",
     "WeightsProbe",
     "attempt_id_of",
+    "blob_digests",
     "decode",
     "digest_of",
     "encode",

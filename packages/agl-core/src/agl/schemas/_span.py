@@ -1,6 +1,7 @@
 """Spans: OpenTelemetry's fields, ids of rollout and attempt, and typed payloads for model calls and rewards."""
 
 import math
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -16,6 +17,8 @@ RewardScope = Literal["rollout", "turn", "span"]
 
 SpanStatus = Literal["unset", "ok", "error"]
 """The status of an operation, with OpenTelemetry's values."""
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class Reward(Record, frozen=True, kw_only=True):
@@ -102,3 +105,12 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     call: ModelCall | None = None
     reward: Reward | None = None
     schema_version: int = SCHEMA_VERSION
+
+
+def blob_digests(span: Span) -> list[str]:
+    """The digests of the blobs that a span refers to, each once: of its placeholder runs and of all other inputs."""
+    call = span.call
+    if call is None or not (call.inputs or call.media):
+        return []
+    named = dict.fromkeys([*call.inputs, *(each.digest for each in call.media)])
+    return [each for each in named if _DIGEST.fullmatch(each)]

@@ -3,16 +3,16 @@
 Five kinds of documents carry them: ``blob`` (the payload by digest), ``blob saved`` (the time of the last saving, apart
 from the payload so that saving again reads and writes a few bytes), ``blob use`` (one for each digest and rollout),
 ``pictures`` (a rollout's digests), and ``blob check`` (digests that nobody may refer to, by the time at which that
-became possible). :func:`loose` and :func:`drop` work through these checks after rollouts were removed, so the cost of a
-removal does not grow with the number of blobs.
+became possible). Every first saving and every removal of a rollout leave checks. After rollouts were removed,
+:func:`loose` and :func:`drop` work through checks, those of removed rollouts first, until :data:`SWEPT` are settled;
+later removals go on with the rest. So a removal costs no more, however many blobs were ever saved.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 
 from agl.contracts import MAX_BLOB_BYTES
 from agl.errors import ConflictError, StoreError
-from agl.schemas import Blob, Record, Span, digest_of
+from agl.schemas import Blob, Record, Span, blob_digests, digest_of
 from agl.schemas import _codec as codec
 from agl.stores._documents import document
 from agl.stores._tables import Reads, Tables
@@ -26,7 +26,8 @@ RENEWED_S = 600.0
 CHECKED = 1000
 """Largest number of checks that one transaction works through."""
 
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+SWEPT = 10_000
+"""Number of settled checks after which a removal of rollouts leaves the rest to the next one."""
 
 
 class Check(Record, frozen=True, kw_only=True):
@@ -46,7 +47,7 @@ def save_blobs(tables: Tables, blobs: Sequence[Blob]) -> None:
         if saved is None:
             tables.put([(document("blob", last=digest), codec.encode(blob))])
         if saved is None or tables.now - float(saved) > RENEWED_S:
-            tables.put([(_saved(digest), b"%f" % tables.now), (_check(tables, digest), b"")])
+            tables.put([(_saved(digest), b"%f" % tables.now), (_check(tables, digest, order=1), b"")])
 
 
 def _require_storable(blob: Blob) -> None:
@@ -82,14 +83,14 @@ def release(tables: Tables, rollout_ids: Iterable[str]) -> None:
     for rollout_id in rollout_ids:
         if digests := _listed(tables, rollout_id):
             tables.delete([_pictures(rollout_id), *(_use(digest, rollout_id) for digest in digests)])
-            tables.put([(_check(tables, digest), b"") for digest in digests])
+            tables.put([(_check(tables, digest, order=0), b"") for digest in digests])
 
 
-def loose(reads: Reads) -> list[Check]:
-    """The oldest checks, at most :data:`CHECKED`."""
+def loose(reads: Reads, *, after: bytes) -> list[Check]:
+    """The first checks whose keys come after a key, at most :data:`CHECKED`."""
     start = document("blob check")
-    keys = [key for key, _ in reads.scan(start, start + b"\xff", limit=CHECKED)]
-    digests = [key[len(start) :].decode().partition(" ")[2] for key in keys]
+    keys = [key for key, _ in reads.scan(max(start, after + b"\0"), start + b"\xff", limit=CHECKED)]
+    digests = [key[len(start) :].decode().rpartition(" ")[2] for key in keys]
     used = {digest: _is_used(reads, digest) for digest in digests}
     return [Check(key=key, digest=each, is_used=used[each]) for key, each in zip(keys, digests, strict=True)]
 
@@ -116,9 +117,7 @@ def _digests(spans: Iterable[Span]) -> dict[str, dict[str, None]]:
     """The digests that spans refer to, by rollout id."""
     found: dict[str, dict[str, None]] = {}
     for span in spans:
-        if span.call is not None and (span.call.inputs or span.call.media):
-            given = (*span.call.inputs, *(each.digest for each in span.call.media))
-            digests = (each for each in given if _DIGEST.fullmatch(each))
+        if digests := blob_digests(span):
             found.setdefault(span.rollout_id, {}).update(dict.fromkeys(digests))
     return found
 
@@ -150,5 +149,5 @@ def _use(digest: str, rollout_id: str) -> bytes:
     return document("blob use", digest, last=rollout_id)
 
 
-def _check(tables: Tables, digest: str) -> bytes:
-    return document("blob check", last=f"{tables.now:020.6f} {digest}")
+def _check(tables: Tables, digest: str, *, order: int) -> bytes:
+    return document("blob check", last=f"{order} {tables.now:020.6f} {digest}")

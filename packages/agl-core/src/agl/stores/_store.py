@@ -160,9 +160,13 @@ class TableStore:
     async def delete(self, rollout_ids: Sequence[str]) -> int:
         """See :meth:`agl.contracts.Store.delete`."""
         count = await self._delete(rollout_ids)
-        settled = stored_blobs.CHECKED
-        while settled == stored_blobs.CHECKED and (checks := await self.backend.read(stored_blobs.loose)):
-            settled = await self.backend.write(Work(act=stored_blobs.drop, args=(checks,)))
+        settled, after = 0, b""
+        while settled < stored_blobs.SWEPT:
+            checks = await self.backend.read(partial(stored_blobs.loose, after=after))
+            if not checks:
+                break
+            settled += await self.backend.write(Work(act=stored_blobs.drop, args=(checks,)))
+            after = checks[-1].key
         return count
 
     async def claim(

@@ -5,6 +5,7 @@ has written, for less time than a store keeps a payload that no span refers to.
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterable
 
@@ -21,7 +22,7 @@ _WRITTEN_S = 1800.0
 
 
 class WrittenMedia:
-    """Remembers the payloads that are in the store. Used in one event loop only."""
+    """Remembers the payloads that are in the store or the spool. Used in one event loop only."""
 
     def __init__(self, redaction: Redaction) -> None:
         self._redaction = redaction
@@ -41,7 +42,10 @@ class WrittenMedia:
         changed, unwritten = dict[str, str](), list[Blob]()
         for blob in blobs:
             digest = self._digests.get(blob.digest)
-            if digest is None or not self._is_written(digest):
+            if digest is None and not _is_storable(blob):
+                digest = self._digests[blob.digest] = blob.digest
+                self._written[digest] = math.inf  # it is not looked at again
+            elif digest is None or not self._is_written(digest):
                 kept = await self._redaction.of_blob(blob)
                 digest = self._digests[blob.digest] = "" if kept is None else kept.digest
                 if kept is not None and _is_storable(kept):
@@ -50,8 +54,16 @@ class WrittenMedia:
                 changed[blob.digest] = digest
         return changed, unwritten
 
-    def add(self, blobs: Iterable[Blob]) -> None:
-        """Remember payloads that the store has taken."""
+    def add(self, blobs: Iterable[Blob], *, anew: bool = False) -> None:
+        """Remember payloads that the store or the spool has taken.
+
+        Args:
+            anew: Forget all others, for the first calls in a spool: an outage may last longer than a store keeps
+                payloads without spans, so later calls bring theirs again.
+        """
+        if anew:
+            self._written.clear()
+            self._digests.clear()
         for blob in blobs:
             self._written[blob.digest] = time.monotonic()
 

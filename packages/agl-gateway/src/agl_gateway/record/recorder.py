@@ -335,6 +335,7 @@ class Recorder:
                     await self._finish(batch)
                     return
                 append = None
+            is_first = spool.is_empty
             try:
                 await spool.put(calls, under_way=append)
             except StoreError as error:  # neither takes them: their clients wait for their answers
@@ -347,6 +348,7 @@ class Recorder:
                     return
                 await asyncio.sleep(_SPOOL_RETRY_S)
             else:
+                self._media.add((blob for call in calls for blob in call.blobs), anew=is_first)
                 self._acknowledge(batch)
                 await self._stored([queued.attempt_id for queued, call in parsed if not call.spans])
                 return

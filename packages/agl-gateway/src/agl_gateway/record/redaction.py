@@ -109,7 +109,8 @@ def _redacted_outcome(outcome: Outcome, redactor: Redactor) -> Outcome:
 def _redacted_call(call: ModelCall, texts: "_Texts") -> ModelCall:
     """Return a copy with redacted bodies; without token ids if that changed a body."""
     request, response = (texts.of(body, without=_FIELDS) for body in (call.request, call.response))
-    found = msgspec.structs.replace(call, request=request, response=response, error=texts.of(call.error))
+    inputs = tuple(each if each.startswith("sha256:") else texts.of(each) for each in call.inputs)
+    found = msgspec.structs.replace(call, request=request, response=response, error=texts.of(call.error), inputs=inputs)
     if (request, response) == (call.request, call.response):
         return found
     return _without_tokens(found)

@@ -18,7 +18,7 @@ import msgspec
 
 from agl.contracts import Presence, Store
 from agl.errors import ConfigError, FencedError, StoreError
-from agl.schemas import Blob, Span, decode, encode, new_trace_id
+from agl.schemas import Blob, Span, blob_digests, decode, encode, new_trace_id
 from agl.stores import MemoryStore
 from agl_gateway.record.storable import storable
 from agl_inspect.keys import state_dir
@@ -154,20 +154,25 @@ class SpoolFile:
     def oldest(self, *, limit: int, max_bytes: int, without: Collection[str] = ()) -> list[SpooledCall]:
         """Read the oldest calls, except those of the attempts in ``without``.
 
-        Returns at most ``limit`` calls with at most ``max_bytes`` bytes, but at least one call if there is any.
+        Returns at most ``limit`` calls with at most ``max_bytes`` bytes, but at least one call if there is any. Calls
+        that refer to the same payload share it.
         """
         places = ", ".join("?" * len(without))
         where = f"WHERE attempt NOT IN ({places})" if without else ""
         query = f"SELECT seq, attempt, at, size, data FROM calls {where} ORDER BY seq LIMIT ?"
-        found, total = list[SpooledCall](), 0
+        found, total, payloads = list[SpooledCall](), 0, dict[str, Blob]()
         with closing(self._db.execute(query, (*without, limit))) as rows:
             for seq, attempt_id, at, size, data in rows:
-                total += size
+                spans = [decode(one, Span) for one in _unpack(data)]
+                digests = dict.fromkeys(digest for span in spans for digest in blob_digests(span))
+                new = self._blobs(digests.keys() - payloads.keys())
+                payloads |= {blob.digest: blob for blob in new}
+                blobs = [payloads[digest] for digest in digests if digest in payloads]
+                total += len(data) + sum(len(blob.data) for blob in new)
                 if found and total > max_bytes:
                     break
-                spans = [decode(one, Span) for one in _unpack(data)]
-                call = SpooledCall(attempt_id=attempt_id, spans=spans, seq=seq, at=at, size=size)
-                found.append(replace(call, blobs=self._blobs_of(spans)))
+                call = SpooledCall(attempt_id=attempt_id, spans=spans, blobs=blobs, seq=seq, at=at, size=size)
+                found.append(call)
         return found
 
     def remove(self, calls: Sequence[SpooledCall]) -> None:
@@ -236,9 +241,8 @@ class SpoolFile:
         is_new = self._db.execute(_ADD_BLOB, (blob.digest, blob.media_type, blob.data)).rowcount
         return len(blob.data) if is_new else 0
 
-    def _blobs_of(self, spans: Sequence[Span]) -> list[Blob]:
-        """Read the payloads that a call refers to, and that the file holds."""
-        digests = dict.fromkeys(digest for span in spans if span.call is not None for digest in span.call.inputs)
+    def _blobs(self, digests: Collection[str]) -> list[Blob]:
+        """Read the payloads that the file holds."""
         rows = [self._db.execute("SELECT * FROM blobs WHERE digest = ?", (digest,)).fetchone() for digest in digests]
         return [Blob(digest=digest, media_type=kind, data=data) for digest, kind, data in filter(None, rows)]
 

@@ -242,7 +242,9 @@ def _pieces(body: bytes) -> Iterator[bytes]:
 _INFLATING = 2
 """How many bodies are decompressed at once; each may take as much memory as the limit of its endpoint."""
 
-_LARGE = 1024 * 1024
+LARGE = 1024 * 1024
+"""Size in bytes from which a body counts in the budget, and is not worked on in the event loop."""
+
 _MIN_RATE = 64 * 1024
 """The slowest rate, in bytes per second, at which a body may arrive."""
 
@@ -284,7 +286,7 @@ class BodyReader:
             return request.body
         encoding = _encoding_of(request)
         expected = _expected_size(request, encoding, limit)
-        if expected > _LARGE:
+        if expected > LARGE:
             self._taken[id(request)] = await self._budget.take(expected)
         if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -302,7 +304,7 @@ class BodyReader:
     def _hold(self, request: web.BaseRequest, size: int) -> None:
         """Reduce the budget held for a request to the ``size`` bytes that its body has, and give the rest back."""
         taken = self._taken.pop(id(request), 0)
-        held = min(size, taken) if size > _LARGE else 0
+        held = min(size, taken) if size > LARGE else 0
         if held:
             self._taken[id(request)] = held
         self._budget.give(taken - held)

@@ -15,6 +15,7 @@ import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import aiohttp
@@ -26,7 +27,7 @@ from agl.dialects import Request, media_type_of
 from agl.errors import ConfigError
 from agl.urls import shown_url
 from agl_gateway.record.exchanges import CallRecord
-from agl_gateway.relay.bodies import ByteBudget
+from agl_gateway.relay.bodies import LARGE, ByteBudget
 from agl_gateway.wire.problems import Problem
 
 _LIMIT_S = 20.0
@@ -39,7 +40,7 @@ _MAX_CACHED = 64 * 1024 * 1024
 _MAX_SHOWN = 200
 _OK = 200
 _REDIRECTS = (301, 302, 303, 307, 308)
-_HOST = re.compile(r"(?!-)[a-z0-9-]+(\.[a-z0-9-]+)+")
+_HOST = re.compile(r"(?!-)([a-z0-9-]+\.)+[a-z][a-z0-9-]*")  # no address: the resolver would not check it
 _PUBLIC_IPV6 = ipaddress.IPv6Network("2000::/3")
 
 
@@ -96,7 +97,10 @@ class Pictures:
                 if sum(map(len, found.values())) > _MAX_TOTAL:
                     raise Problem(413, f"the request's pictures have more than {_MAX_TOTAL:,} bytes; send fewer")
             if found:
-                record.outgoing = replace(outgoing, request=_inlined(outgoing.request, found))
+                is_large = len(outgoing.request.body) + sum(map(len, found.values())) > LARGE
+                inline = partial(_inlined, outgoing.request, found)
+                request = await asyncio.to_thread(inline) if is_large else inline()
+                record.outgoing = replace(outgoing, request=request)
             yield
         finally:
             self._budget.give(held)
@@ -116,7 +120,7 @@ class Pictures:
 
     def _is_listed(self, url: str) -> bool:
         try:
-            host, scheme = (URL(url).host or "").lower(), URL(url).scheme
+            host, scheme = (URL(url).raw_host or "").lower(), URL(url).scheme
         except ValueError:
             return False
         return scheme in ("http", "https") and any(host == one or host.endswith(f".{one}") for one in self._hosts)

@@ -59,8 +59,10 @@ class PastPolicy:
 
     async def load(self, version: ResourceVersion) -> ServedModel:
         """Serve a version besides the newest weights of the other policy, and unload the one before."""
-        self._loaded = version
+        before, self._loaded = self._loaded, version
         if version.version == self._newest:  # nothing came before it, so the other policy answers itself
+            if before is not None:
+                await self._policy.serve_versions([])
             return replace(self._served, version=version.version)
         return (await self._policy.serve_versions([version]))[version.version]
 
