@@ -31,7 +31,7 @@ from agl.contracts import Metric
 from agl_store_sqlite import SQLiteStore
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = ("calc", "crew", "harness", "mixed", "rag", "sql")
+NAMES = ("calc", "crew", "glance", "harness", "mixed", "rag", "sql")
 """The examples; the experiment of each has its name."""
 
 OPTION = {"mixed": "--seeds"}
