@@ -133,11 +133,13 @@ def paid_by_another(model_dir: Path, *, count: int = 32, rows: int = 1) -> list[
 async def run(bench: AlgorithmBench) -> list[StepReport]:
     async with bench:
         algorithm = bench.scenario.make()
-        await algorithm.setup(bench.context())
-        reports: list[StepReport] = []
-        while not (reports and reports[-1].is_finished):
-            reports.append(await algorithm.step())
-        await algorithm.close()
+        try:
+            await algorithm.setup(bench.context())
+            reports: list[StepReport] = []
+            while not (reports and reports[-1].is_finished):
+                reports.append(await algorithm.step())
+        finally:
+            await algorithm.close()
         return reports
 
 
