@@ -81,20 +81,18 @@ class BlobTests:
         await store.delete([done.rollout_id])
         assert [blob] == await store.blobs([blob.digest])
 
-    def test_delete_removes_a_blob_with_its_last_rollout(
-        self, location: StoreLocation, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_delete_removes_a_blob_with_its_last_rollout(self, location: StoreLocation) -> None:
         require(self.is_in_process, "is_in_process", "store")
-        monkeypatch.setattr("agl.stores._blobs.SAVED_S", -1e9)
-        run(_delete_one_by_one(location))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("agl.stores._blobs.SAVED_S", -1e9)
+            run(_delete_one_by_one(location))
 
-    def test_blob_that_no_span_ever_named_is_removed(
-        self, location: StoreLocation, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_blob_that_no_span_ever_named_is_removed(self, location: StoreLocation) -> None:
         require(self.is_in_process, "is_in_process", "store")
-        monkeypatch.setattr("agl.stores._blobs.SAVED_S", -1e9)
-        monkeypatch.setattr("agl.stores._blobs.CHECKED", 2)
-        run(_delete_another(location))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("agl.stores._blobs.SAVED_S", -1e9)
+            patch.setattr("agl.stores._blobs.CHECKED", 2)
+            run(_delete_another(location))
 
     def test_blob_that_two_processes_save_at_once_is_whole(self, location: StoreLocation) -> None:
         require(getattr(self, "is_shared", False), "is_shared", "store")
