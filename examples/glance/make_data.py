@@ -27,7 +27,7 @@ COLOURS = {
 SHADES, SIDE, PICTURES = (-20, 0, 20), 8, 6
 TRAIN, VALIDATION, DIALOGUES = 600, 96, 4800
 CARE = 0.6
-"""How often the teacher looks; otherwise it guesses."""
+"""Probability that the teacher looks; otherwise it guesses."""
 
 
 @cache

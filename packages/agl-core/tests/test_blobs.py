@@ -1,4 +1,4 @@
-"""How long stores hold blobs that no span refers to, by the store's own clock."""
+"""Stores drop blobs that no span refers to after a while, by the store's own clock."""
 
 import asyncio
 from collections.abc import Callable, Sequence

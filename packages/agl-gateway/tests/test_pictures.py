@@ -199,6 +199,14 @@ async def test_request_with_too_many_or_too_large_pictures_is_refused(serving, m
         assert 0 == it.bodies_held
 
 
+async def test_request_does_not_wait_for_itself_where_the_budget_is_small(serving, monkeypatch):
+    Names(monkeypatch)
+    async with hosting() as (_, root), serving(fetch_media=[HOST], max_bodies=1_000_000, bodies_wait_s=2.0) as it:
+        _, token = await open_attempt(it)
+        assert 200 == await post(it, token, said(*(image(f"{root}/{number}.png") for number in range(5))))
+        assert 0 == it.bodies_held
+
+
 async def test_international_host_is_compared_in_its_encoded_form(serving, server, monkeypatch):
     Names(monkeypatch)
     async with hosting() as (host, _), serving(fetch_media=["xn--bcher-kva.example.com"]) as it:

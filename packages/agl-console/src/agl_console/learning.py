@@ -68,7 +68,7 @@ LABELS = {
     "tokens_used": "tokens that train",
     "slots_idle_share": "idle slots",
 }
-"""Names of metrics in words."""
+"""Labels of metrics."""
 
 FIRST = list(METRICS)
 MEANINGS = {name: meaning for name, meaning in METRICS.items() if meaning}

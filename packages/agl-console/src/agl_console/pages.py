@@ -159,7 +159,7 @@ def spark(lines: list[Line]) -> Markup:
 
 
 def words(name: str) -> str:
-    """Return the name of a metric or an algorithm in words."""
+    """Return the label of a metric or an algorithm."""
     return "validation" if name == VALIDATE else LABELS.get(name, name.replace("_", " "))
 
 

@@ -181,7 +181,7 @@ class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Picked(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A filter that is set, in words; ``without`` is the query that leaves it out."""
+    """A filter that is set, as a phrase; ``without`` is the query without this filter."""
 
     words: str
     without: dict[str, str]
@@ -400,7 +400,7 @@ _PICKED = {
     "text": "with “{}” in its id or task",
     "reject": "a call left out of training: {}",
 }
-"""Filters in words, in the order in which they are shown."""
+"""Phrases for filters, in the order in which they are shown."""
 
 
 def _picked(filters: Mapping[str, str]) -> list[Picked]:

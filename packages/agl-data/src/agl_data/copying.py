@@ -16,7 +16,7 @@ from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.hints import count_of, did_you_mean
 from agl.schemas import Record
 from agl.stores import TableStore, is_readable, read_recordings
-from agl_data.blobs import copy_blobs, digests_of
+from agl_data.archive.blobs import copy_blobs, digests_of
 from agl_inspect.terminal.opening import complete_experiment, new_store, pass_manager, resolve_url, with_store
 from agl_inspect.terminal.output import json_option, print_json
 from agl_inspect.terminal.query import pages

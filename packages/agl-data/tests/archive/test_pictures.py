@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from agl.errors import StoreError
 from agl.schemas import MediaSpan
 from agl.stores import MemoryStore
-from agl_data.blobs import copy_blobs
+from agl_data.archive.blobs import copy_blobs
 from agl_testing.stores.samples import make_blob, make_call, make_rollout, make_span, outcome_of, start_one
 
 from .conftest import archive, restore

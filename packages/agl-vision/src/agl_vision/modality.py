@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _CACHE_BYTES = 256 * 2**20
 
 _VISION = ("image", "video", "vision", "fake_image", "global_image")
-"""How the names of picture tokens begin in configurations and processors, as in `vision_start_token_id`."""
+"""Beginnings of the names of picture tokens in configurations and processors, as in `vision_start_token_id`."""
 
 
 _hf = cast("Any", transformers)  # whose classes take untyped settings
@@ -167,7 +167,7 @@ class TransformersVision:
 
 
 _OF_TEXT = ("attention_mask", "mm_token_type_ids")
-"""What processors return about the tokens, and not about the pictures."""
+"""Outputs of processors that describe the tokens and not the pictures."""
 
 _TWINS = {"SmolVLMProcessor": "Idefics3Processor"}
 """Processors that need packages for videos, and others that read pictures equally."""

@@ -14,8 +14,7 @@ from agl.contracts import MAX_BLOB_BYTES
 from agl.errors import ConflictError, StoreError
 from agl.schemas import Blob, Record, Span, blob_digests, digest_of
 from agl.schemas import _codec as codec
-from agl.stores._documents import document
-from agl.stores._tables import Reads, Tables
+from agl.stores._tables import Reads, Tables, document
 
 SAVED_S = 3600.0
 """Seconds for which a saved blob stays without a span that refers to it."""

@@ -32,8 +32,7 @@ from agl.stores import _blobs as blobs
 from agl.stores import _leases as leases
 from agl.stores import _queries as queries
 from agl.stores import _values as values
-from agl.stores._documents import document
-from agl.stores._tables import Reads, Tables
+from agl.stores._tables import Reads, Tables, document
 from agl.stores._tallies import counted, share_of
 
 R = TypeVar("R", bound=Record)

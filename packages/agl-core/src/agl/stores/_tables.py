@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from agl.contracts import Change, Metric, RolloutQuery, Statistics
+from agl.errors import StoreError
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span
+from agl.schemas import _codec as codec
 
 
 class Tables(Protocol):
@@ -139,3 +141,14 @@ class Reads(Protocol):
     def scan(self, start: bytes, stop: bytes, *, limit: int = sys.maxsize) -> list[tuple[bytes, bytes]]:
         """Return the first ``limit`` documents with keys from ``start`` up to but excluding ``stop``, in order."""
         ...
+
+
+def document(*kind: str, last: str = "") -> bytes:
+    """The key of a document: its kind, then ``last``, by which documents of the same kind are sorted.
+
+    Documents hold everything that is not a rollout, an attempt, a span, a version or a number.
+    """
+    try:
+        return b"x" + codec.encode(kind) + last.encode()
+    except UnicodeEncodeError as error:
+        raise StoreError(f"{last!r} cannot be a key: {error}; it holds half of a character") from error

@@ -32,7 +32,7 @@ class ByteBudget:
     """
 
     def __init__(self, *, limit: int, wait_s: float) -> None:
-        self._limit = limit
+        self.limit = limit
         self._wait_s = wait_s
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self.held = 0
@@ -45,8 +45,8 @@ class ByteBudget:
         Raises:
             Problem: 503 with ``Retry-After`` if the bytes are not free in time.
         """
-        size = min(size, self._limit)
-        if not self._waiting and self.held + size <= self._limit:
+        size = min(size, self.limit)
+        if not self._waiting and self.held + size <= self.limit:
             self.held += size
             return size
         granted = asyncio.get_running_loop().create_future()
@@ -59,7 +59,7 @@ class ByteBudget:
             if isinstance(error, TimeoutError):
                 raise Problem(
                     503,
-                    f"large requests hold {self.held} of {self._limit} bytes that the gateway keeps for them; send "
+                    f"large requests hold {self.held} of {self.limit} bytes that the gateway keeps for them; send "
                     "fewer at once, or smaller ones, or try again later",
                     code="overloaded",
                     is_retryable=True,
@@ -69,9 +69,9 @@ class ByteBudget:
         return size
 
     def give(self, size: int) -> None:
-        """Give ``size`` bytes back to the budget, and grant them to waiting requests."""
+        """Give ``size`` bytes back to the budget, and grant them to waiting requests; below 0, hold more at once."""
         self.held -= size
-        while self._waiting and self.held + self._waiting[0][0] <= self._limit:
+        while self._waiting and self.held + self._waiting[0][0] <= self.limit:
             wanted, granted = self._waiting.popleft()
             if not granted.done():
                 self.held += wanted

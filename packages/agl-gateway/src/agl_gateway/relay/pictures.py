@@ -84,20 +84,21 @@ class Pictures:
             Problem: 400 for a picture that cannot be fetched, 413 for too many bytes, and 503 if other requests hold
                 the budget for too long.
         """
-        outgoing, held = record.outgoing, 0
+        outgoing, urls = record.outgoing, self._urls(record.outgoing.request)
         found: dict[str, bytes] = {}
         deadline = asyncio.get_running_loop().time() + _LIMIT_S
+        # Only the first picture waits for the budget, and for half of it at most: a request that waited while it holds
+        # its body and other pictures could wait for itself.
+        held = await self._budget.take(min(MAX_BLOB_BYTES, self._budget.limit // 2)) if urls else 0
         try:
-            for url in self._urls(outgoing.request):
-                taken = await self._budget.take(MAX_BLOB_BYTES)
-                held += taken
+            for url in urls:
                 found[url] = await self._picture(record.attempt_id, url, deadline)
-                self._budget.give(taken - (kept := min(taken, len(found[url]))))
-                held += kept - taken
-                if sum(map(len, found.values())) > _MAX_TOTAL:
+                if (total := sum(map(len, found.values()))) > _MAX_TOTAL:
                     raise Problem(413, f"the request's pictures have more than {_MAX_TOTAL:,} bytes; send fewer")
+                self._budget.give(held - total)
+                held = total
             if found:
-                is_large = len(outgoing.request.body) + sum(map(len, found.values())) > LARGE
+                is_large = len(outgoing.request.body) + held > LARGE
                 inline = partial(_inlined, outgoing.request, found)
                 request = await asyncio.to_thread(inline) if is_large else inline()
                 record.outgoing = replace(outgoing, request=request)

@@ -20,7 +20,7 @@ from agl_inspect.records.state import rules_of
 from agl_inspect.text import short
 
 MOST = 2000
-"""How many rollouts are read at most: of a larger run a random selection of tasks in steps, always the same one."""
+"""The most rollouts that are read; of a larger run they are a random selection, the same one each time."""
 
 _EXAMPLES = 3
 _PAGE = 100
@@ -37,7 +37,7 @@ class Example(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class PatternReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What one pattern has to do with the reward.
+    """The relation between a pattern and the reward.
 
     Attributes:
         name: The pattern's name.
