@@ -12,8 +12,8 @@ from aiohttp import web
 
 from agl.errors import ConfigError
 from agl_gateway.relay import pictures
-from agl_gateway.relay.bodies import ByteBudget
-from agl_gateway.relay.pictures import Pictures, is_public
+from agl_gateway.relay.pictures import is_public
+from agl_gateway.settings import Settings
 
 from .conftest import listening
 from .test_media import PICTURE, calls_of, coded, digest, image, input_image, post, said
@@ -233,9 +233,9 @@ async def test_large_pictures_are_encoded_outside_the_event_loop(serving, monkey
 @pytest.mark.parametrize(
     "host", ["https://example.com", "*.example.com", "localhost", "", "example.com/a", "127.0.0.1", "127.1"]
 )
-async def test_setting_takes_names_of_hosts_only(host):
+def test_setting_takes_names_of_hosts_only(host):
     with pytest.raises(ConfigError, match="give a host such as example"):
-        Pictures([host], ByteBudget(limit=1, wait_s=1.0))
+        Settings(fetch_media=(host,))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from agl.errors import ConfigError
 
 _POSITIVE = ("timeout_s", "max_answer", "max_calls", "max_spans")
+_HOST = re.compile(r"(?!-)([a-z0-9-]+\.)+[a-z][a-z0-9-]*")  # no IP address, which no resolver would check
 
 
 @dataclass(kw_only=True)
@@ -122,6 +123,9 @@ class Settings(EmbeddedSettings):
         for one in fields(EmbeddedSettings):
             if one.name in _POSITIVE and not (found := getattr(self, one.name)) > 0:  # NaN is not
                 raise ConfigError(f"the gateway's {one.name} is {found}; give a number above 0, such as {one.default}")
+        for host in self.fetch_media:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(f"fetch_media names {host!r}; give a host such as example.com, without scheme or *")
 
 
 def descriptions() -> dict[str, str]:
