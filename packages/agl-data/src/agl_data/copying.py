@@ -6,7 +6,7 @@ list the experiment yet, and repeating the command completes the copy: records t
 
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import click
 
@@ -14,9 +14,8 @@ from agl import PluginManager
 from agl.contracts import ExperimentRecord, Recording, RolloutQuery, Store, Trained
 from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.hints import count_of, did_you_mean
-from agl.schemas import Record
+from agl.schemas import Record, blob_digests
 from agl.stores import TableStore, is_readable, read_recordings
-from agl_data.archive.blobs import copy_blobs, digests_of
 from agl_inspect.terminal.opening import complete_experiment, new_store, pass_manager, resolve_url, with_store
 from agl_inspect.terminal.output import json_option, print_json
 from agl_inspect.terminal.query import pages
@@ -24,6 +23,8 @@ from agl_inspect.terminal.query import pages
 _NAMED = 10
 _ROLLOUTS, _SPANS, _ROWS = 200, 5_000, 1_000
 """Largest numbers of rollouts, of spans and of other records in one write."""
+BLOBS_AT_ONCE = 2
+"""The number of blobs in memory, and in one request to a store; each may have 20 MB."""
 
 Tell = Callable[[int], None]
 """A function that takes the number of rollouts handled since its previous call."""
@@ -162,10 +163,22 @@ async def _copy_rollouts(source: Store, target: TableStore, experiment: str, tel
     async for batch in _batches(source, RolloutQuery(experiment=experiment)):
         whole = [recording for recording in batch if is_readable(recording)]
         damaged += [recording.rollout.rollout_id for recording in batch if not is_readable(recording)]
-        await copy_blobs(source, target, digests_of(whole))
+        await _copy_blobs(source, target, digests_of(whole))
         new += len(await target.restore(whole))
         tell(len(batch))
     return new
+
+
+def digests_of(recordings: Iterable[Recording]) -> list[str]:
+    """Return the digests of all blobs that calls refer to, each once."""
+    spans = (span for recording in recordings for span in recording.spans)
+    return list(dict.fromkeys(digest for span in spans for digest in blob_digests(span)))
+
+
+async def _copy_blobs(source: Store, target: Store, digests: Sequence[str]) -> None:
+    """Copy blobs to another store; those that the source lacks are left out."""
+    for start in range(0, len(digests), BLOBS_AT_ONCE):
+        await target.save_blobs(await source.blobs(digests[start : start + BLOBS_AT_ONCE]))
 
 
 async def _batches(source: Store, query: RolloutQuery) -> AsyncIterator[list[Recording]]:

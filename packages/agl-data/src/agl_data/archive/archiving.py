@@ -17,12 +17,13 @@ from agl.errors import ConflictError
 from agl.schemas import Record, Rollout, RolloutStatus
 from agl.stores import is_readable
 from agl_data.archive.arrow import micros
-from agl_data.archive.blobs import archive_blobs, digests_of
+from agl_data.archive.blobs import archive_blobs
 from agl_data.archive.context import archive_context
 from agl_data.archive.layout import Folder, Manifest, folder_of, make_archive, open_archive
 from agl_data.archive.parts import PartReader, PartWriter, content_of
 from agl_data.archive.places import Place
 from agl_data.archive.stored import CHUNK, chunks, read_known, rollouts_there
+from agl_data.copying import digests_of
 from agl_inspect.retention import FINISHED, delete_finished, needed_experiments, taking_turns
 from agl_inspect.terminal.query import check_experiment, pages
 from agl_store_sqlite.sql.compaction import Compaction

@@ -16,12 +16,13 @@ from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.hints import count_of, did_you_mean
 from agl.schemas import Record
 from agl.stores import TableStore
-from agl_data.archive.blobs import digests_of, restore_blobs
+from agl_data.archive.blobs import restore_blobs
 from agl_data.archive.context import restore_context
 from agl_data.archive.layout import DamagedArchiveError, Folder, Manifest, folders, open_archive
 from agl_data.archive.parts import PartReader, content_of
 from agl_data.archive.places import Place
 from agl_data.archive.stored import chunks, read_known, rollouts_there
+from agl_data.copying import digests_of
 
 _LISTED = 8
 _GREATEST = "\U0010ffff"
