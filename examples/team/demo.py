@@ -1,7 +1,8 @@
 """Train a team of two from random weights: `python demo.py [--seed N] [--compare]`.
 
 Makes the data and a model, teaches the model both parts (`warmup.toml`), trains an adapter for each agent
-(`experiment.toml`) and draws a curve for each. `--compare` then trains only one of the two, from the same start.
+(`experiment.toml`) and draws a curve for each. `--compare` then trains only one of the two, from the same start
+(`alone.toml`).
 """
 
 import argparse
@@ -24,8 +25,7 @@ from agl_store_sqlite import SQLiteStore
 
 HERE = Path(__file__).parent
 WORK = HERE / "out"
-ALONE = {"guide-only": "picking", "picker-only": "guiding"}
-"""The controls, and the algorithm that stands still in each."""
+AGENTS = ("guide", "picker")
 
 Curves = dict[int, dict[str, float]]
 """Means over the validation orders, by the step after which they were validated."""
@@ -60,9 +60,10 @@ def draw(curves: dict[str, Curves], target: Path) -> None:
     """Draw the agents' curves and the team's, with a panel for each experiment."""
     figure, panels = plt.subplots(1, len(curves), figsize=(1 + 4 * len(curves), 4), sharey=True, squeeze=False)
     for axes, (name, curve) in zip(panels[0], curves.items(), strict=True):
-        for part, style in (("guide", ".--"), ("picker", ".--"), ("team", "o-")):
-            axes.plot([step // 2 for step in curve], [means[part] for means in curve.values()], style, label=part)
-        axes.set(xlabel="steps of each agent", title=name, ylim=(-0.02, 1.02))
+        for part in (*AGENTS, "team"):
+            style = "o-" if part == "team" else ".--"
+            axes.plot(list(curve), [means[part] for means in curve.values()], style, label=part)
+        axes.set(xlabel="steps of grpo", title=name, ylim=(-0.02, 1.02))
     panels[0][0].set_ylabel("mean over the validation orders")
     panels[0][-1].legend(loc="lower right")
     figure.tight_layout()
@@ -83,10 +84,10 @@ def main() -> None:
     train("warmup.toml", "warmup", options.seed)
     train("experiment.toml", "team", options.seed)
     seconds = time.monotonic() - started
-    for name, still in ALONE.items() if options.compare else ():
-        train("experiment.toml", name, options.seed, f"algorithm.{still}.params.optim.lr=0.0")
-    names = ["team", *(ALONE if options.compare else ())]
-    curves = {name: asyncio.run(read_curves(WORK / "runs.db", name)) for name in names}
+    alone = {f"{agent}-only": agent for agent in AGENTS if options.compare}
+    for name, agent in alone.items():
+        train("alone.toml", name, options.seed, f"algorithm.grpo.tunes={agent}")
+    curves = {name: asyncio.run(read_curves(WORK / "runs.db", name)) for name in ("team", *alone)}
     draw(curves, WORK / "curves.png")
     for name, curve in curves.items():
         for step, means in curve.items():

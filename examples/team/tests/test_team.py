@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +152,21 @@ def test_the_reward_needs_both(box: str, report: str, parts: tuple[float, float,
     reward = score(SimpleNamespace(task={"boxes": {"A": "98", "B": "12"}, "box": "B"}), spans)
 
     assert parts == (reward.value, reward.dimensions["guide"], reward.dimensions["picker"])
+
+
+def test_the_control_differs_in_what_trains_only() -> None:
+    team, alone = (
+        tomllib.loads((TEAM / f"{name}.toml").read_text(encoding="utf-8")) for name in ("experiment", "alone")
+    )
+    guiding, picking = team.pop("algorithm")
+    (grpo,) = alone.pop("algorithm")
+    team.pop("schedule")
+    for config in (team, alone):
+        del config["experiment"]["name"], config["experiment"]["validate_every"]
+
+    assert team == alone
+    assert guiding["params"] == grpo["params"]
+    assert guiding["params"] == {**picking["params"], "tasks_per_step": 8, "group_size": 8}
 
 
 def test_a_short_training_runs_from_the_first_step_to_the_last(tmp_path: Path) -> None:
