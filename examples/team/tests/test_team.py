@@ -31,6 +31,7 @@ from reward import score  # noqa: E402
 import make_model  # noqa: E402
 from agl import PluginManager  # noqa: E402
 from agl.schemas import unpack_ids  # noqa: E402
+from agl_run import load_config  # noqa: E402
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, ToolCall, decode  # noqa: E402
 from tests.adapters import Played, play  # noqa: E402
 
@@ -38,13 +39,15 @@ END = 1
 """The scripted server's token at the end of a message."""
 ORDERS = [make_data.make_order(random.Random(seed)) for seed in range(3)]
 TINY = {
+    "policy.guide.model": "out/model",
+    "policy.picker.model": "out/model",
     "experiment.validation_limit": 4,
     "algorithm.guiding.params.steps": 1,
     "algorithm.guiding.params.tasks_per_step": 1,
     "algorithm.guiding.params.group_size": 2,
     "algorithm.picking.params.steps": 1,
 }
-"""Settings that make the experiment small enough for a test."""
+"""Settings that make the experiment small enough for a test; it begins with random weights."""
 
 
 def careful(request: ModelRequest) -> Reply:
@@ -169,11 +172,20 @@ def test_the_control_differs_in_what_trains_only() -> None:
     assert guiding["params"] == {**picking["params"], "tasks_per_step": 8, "group_size": 8}
 
 
+def test_the_team_begins_with_the_weights_of_the_warmup() -> None:
+    warmup, team = (load_config(TEAM / f"{name}.toml") for name in ("warmup", "experiment"))
+    (sft,) = warmup.algorithm
+    weights = f"{warmup.experiment.workdir}/{warmup.experiment.name}/run-1/{sft.name}/weights/000001"
+
+    assert {"guide": weights, "picker": weights} == {name: one.params["model"] for name, one in team.policy.items()}
+
+
 def test_a_short_training_runs_from_the_first_step_to_the_last(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(TEAM, tmp_path / "team", ignore=shutil.ignore_patterns("out", "tests", "__py*")))
     run(folder, "make_data.py")
+    dialogues = folder / "out/data/dialogues.jsonl"
+    dialogues.write_text("".join(dialogues.read_text(encoding="utf-8").splitlines(keepends=True)[:400]))
     run(folder, str(TEAM.parent / "make_model.py"))
-    run(folder, "-m", "agl", "run", "warmup.toml", "--set", "algorithm.sft.params.updates=2")
     words = [word for key, value in TINY.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     result = json.loads(run(folder, "-m", "agl", "run", "experiment.toml", "--json", *words))
     curve = asyncio.run(demo.read_curves(folder / "out/runs.db", "team"))
