@@ -75,6 +75,8 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.rollouts.span_reader",
         "agl_inspect.rollouts.step_tallies",
         "agl_inspect.rollouts.training",
+        "agl_inspect.rollouts.tree",
+        "agl_inspect.rollouts.turns",
         "agl_inspect.searches",
         "agl_inspect.statistics",
         "agl_inspect.stores",

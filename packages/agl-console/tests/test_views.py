@@ -46,9 +46,10 @@ from agl_console.rewards import ROWS
 from agl_console.rollout import SPANS
 from agl_console.rollouts import PAGE, SCANNED
 from agl_console.server import make_app
-from agl_console.tokens import TokensFilter, tokens_view, tone_of
+from agl_console.tokens import TokensFilter, tokens_view
 from agl_console.versions import VERSIONS
 from agl_console.vocabulary import Vocabulary
+from agl_inspect.rollouts.turns import tone_of
 from agl_store_sqlite._store import SQLiteStore
 
 from .conftest import Open

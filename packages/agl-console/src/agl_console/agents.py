@@ -14,8 +14,9 @@ from agl.contracts import CallUse, Moments, Recording, RolloutQuery, Store
 from agl.episodes import Enclosing, chronological
 from agl.schemas import Mode, Record, Span
 from agl_console.figures import Figure, Line, thinned
-from agl_console.reading import newest_recordings, run_of, uses_of
+from agl_console.reading import newest_recordings, run_of
 from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, read_tallies
+from agl_inspect.rollouts.training import uses_of
 
 LOOKED = 100
 """The number of newest rollouts that are read."""

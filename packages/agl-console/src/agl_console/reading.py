@@ -1,13 +1,12 @@
 """Reads rollouts and spans in small pages: a rollout may have thousands of calls, each a long conversation."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 
 from msgspec.structs import replace
 
-from agl.contracts import CallUse, ExperimentRecord, Recording, RolloutQuery, SpanChoice, Store
+from agl.contracts import ExperimentRecord, Recording, RolloutQuery, SpanChoice, Store
 from agl.errors import NotFoundError
-from agl.schemas import Attempt, Rollout, Span
-from agl_inspect.rollouts.training import training_of
+from agl.schemas import Attempt, Rollout
 
 _PAGE = 32
 
@@ -36,15 +35,6 @@ async def newest_recordings(
         if not page or most <= 0:
             return
         query = query.next(page[-1].rollout)
-
-
-def uses_of(spans: Iterable[Span]) -> dict[str, CallUse]:
-    """Return how steps used a rollout's calls, by span id; a step that trained on a call takes precedence."""
-    found: dict[str, CallUse] = {}
-    for use in (use for record in training_of(spans) for use in record.calls):
-        if use.row >= 0 or use.span_id not in found or found[use.span_id].row < 0:
-            found[use.span_id] = use
-    return found
 
 
 async def rollout_of(store: Store, rollout_id: str) -> tuple[Rollout, list[Attempt]]:
