@@ -286,6 +286,16 @@ async def test_search_finds_what_was_said_and_no_key_or_role(opened: Open, word:
         assert [] == (await data_of(client, f"/rollouts?said={word}"))["rollouts"]
 
 
+async def test_agents_of_the_run_are_offered_with_the_number_of_their_rollouts(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/rollouts?experiment=sums")
+        assert {} == (await data_of(client, "/rollouts"))["agents"]
+        page = await text_of(client, "/rollouts?experiment=sums")
+    assert list(data["agents"].values()) == sorted(data["agents"].values(), reverse=True)
+    first, count = next(iter(data["agents"].items()))
+    assert f'<option value="{first}" label="{first}, {count} rollouts">' in page
+
+
 async def test_range_of_steps_the_wrong_way_round_is_refused(opened: Open) -> None:
     async with opened() as client:
         answer = await client.get("/rollouts?step=5&until=2")

@@ -9,7 +9,7 @@ from agl.contracts import Count, Store
 from agl.episodes import Enclosing
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span, Weights, to_json
-from agl_console.reading import attempt_of, rollout_of
+from agl_console.reading import NOTE, attempt_of, notes_among, rollout_of
 from agl_console.rewards import RewardsView, rewards_view
 from agl_console.siblings import Neighbours, Order, reason_of_silence, siblings_of, standing
 from agl_console.tokens import (
@@ -75,6 +75,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
         step: The algorithm's step; ``None`` if the rollout belongs to no step.
         reward: The reward that trains.
         facts: The user and the arm of a served conversation.
+        notes: What people noted about the rollout.
         attempt: The number of the attempt whose spans are shown; 0 for the rollout's own spans.
         dev: Shell commands that try the task with ``agl dev``; ``""`` for a very long task.
         turns: The conversation.
@@ -99,6 +100,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
     reward: float | None
     resources: dict[str, str]
     facts: list[str]
+    notes: list[str]
     created_at: float
     task: Text
     dev: str
@@ -184,6 +186,7 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         reward=episode.reward,
         resources=rollout.resources,
         facts=served_facts(rollout),
+        notes=notes_among(every),
         created_at=rollout.created_at,
         task=Contents().text("task", rollout.task),
         dev=dev_of(rollout),
@@ -197,7 +200,7 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         rows=[summary_of(row, uses) for row in episode.rows],
         why=why,
         scoring=rewards_view(rollout, attempts, every),
-        late=any(not span.attempt_id for span in every if not training_of([span])),
+        late=any(not span.attempt_id and span.name != NOTE and not training_of([span]) for span in every),
         is_finished=rollout.is_finished,
         next=following,
     )
