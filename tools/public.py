@@ -41,6 +41,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "agl-environments": ("agl_environments.openenv",),
     "agl-harness": ("agl_harness", "agl_harness.conformance"),
     "agl-inspect": (
+        "agl_inspect.advice.agent_changes",
         "agl_inspect.advice.past_runs",
         "agl_inspect.advice.ranking",
         "agl_inspect.advice.run_differences",
