@@ -231,7 +231,7 @@ async def test_compared_runs_say_which_is_better_with_the_evidence(opened: Open)
     assert ("better", 1.0, 12) == tuple(better["comparison"][key] for key in ("verdict", "difference", "paired_tasks"))
     assert "<li>b&lt;i&gt; is better than a: its newest validation has 1.000 against 0.000, difference +1.0000" in page
     assert ("undecidable", 0) == tuple(unclear["comparison"][key] for key in ("verdict", "paired_tasks"))
-    words = "Not enough validations to tell whether d is better than a: there is none of d"
+    words = "Not enough validations to tell whether d is better than a: no validation of d is recorded"
     assert (None, words) == (missing["comparison"], missing["words"])
     assert [] == alone["against_first"]
 

@@ -72,7 +72,7 @@ def test_comparisons_with_the_first_run_share_their_error() -> None:
 
 def test_run_without_a_validation_cannot_be_compared() -> None:
     (found,) = compared([one(ONES)], [])
-    words = "Not enough validations to tell whether b is better than a: there is none of b"
+    words = "Not enough validations to tell whether b is better than a: no validation of b is recorded"
     assert (None, words) == (found.comparison, found.words)
 
 
