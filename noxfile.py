@@ -473,13 +473,24 @@ def gateway(session: nox.Session) -> None:
 
 @nox.session
 def torch(session: nox.Session) -> None:
-    """Losses and estimators, the torch algorithms, the embedded policy server and pictures: tests and types."""
+    """Losses and estimators, the torch algorithms, the embedded policy server and pictures."""
+    folders = (f"packages/{name}/tests" for name in TORCH_PACKAGES)
+    pytest(session, with_torch(session), *folders, "examples/tests", processes=2)
+
+
+@nox.session(name="types-torch")
+def types_torch(session: nox.Session) -> None:
+    """Pyright, strict, for the packages of the session ``torch``."""
+    check_types(session, with_torch(session), *(f"packages/{name}/src" for name in TORCH_PACKAGES))
+
+
+TORCH_PACKAGES = ("agl-objectives", "agl-algo-torch", "agl-vision")
+
+
+def with_torch(session: nox.Session) -> Environment:
     graph = ("langgraph", "langchain-openai", "hatchling>=1.27")  # of a template, and of the tutorial's plugin
-    needs = [*ours(*LIGHT, "agl-algo-torch[lora]", "agl-vision", "agl-langchain"), *TEST_TOOLS, TORCH, *CLIENTS, *graph]
-    tools = environment(session, needs)
-    packages = ("packages/agl-objectives", "packages/agl-algo-torch", "packages/agl-vision")
-    pytest(session, tools, *(f"{name}/tests" for name in packages), "examples/tests", processes=2)
-    check_types(session, tools, *(f"{name}/src" for name in packages))
+    packages = ours(*LIGHT, "agl-algo-torch[lora]", "agl-vision", "agl-langchain")
+    return environment(session, [*packages, *TEST_TOOLS, TORCH, *CLIENTS, *graph])
 
 
 @nox.session
@@ -746,7 +757,7 @@ def soak(session: nox.Session) -> None:
 
 
 QUICK = [
-    *("lint", "types", "engine", "around", "torch", "docs", "example(calc)"),
+    *("lint", "types", "types-torch", "engine", "around", "torch", "docs", "example(calc)"),
     *(f"adapter({package}-newest)" for package in ADAPTERS),
 ]
 """The sessions that ``tests`` runs, without their long tests."""
