@@ -640,10 +640,10 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def trl(session: nox.Session) -> None:
-    """A step of TRL's trainer, the published readers of Tinker and VERL, and TRL's chat templates; needs 2 GB."""
+    """TRL's trainer and chat templates, the published readers of Tinker and VERL, and pictures in both; needs 2 GB."""
     others = [*TRL, *VERL, "cachetools", "uvicorn", "fastapi", "openai>=3,<4", *PLUGINS["agl-data"]]
-    tools = environment(session, [*ours(*LIGHT, "agl-algo-torch"), *TEST_TOOLS, *others])
-    exports = (f"packages/agl-data/tests/export/test_{name}.py" for name in ("trl", "readers"))
+    tools = environment(session, [*ours(*LIGHT, "agl-algo-torch", "agl-vision"), *TEST_TOOLS, *others])
+    exports = (f"packages/agl-data/tests/export/test_{name}.py" for name in ("trl", "readers", "picture_inputs"))
     pytest(session, tools, *exports, "packages/agl-algo-torch/tests/test_template_matrix.py")
 
 
