@@ -62,9 +62,9 @@ def _code(text: str) -> str:
     """Return the lines of a module without imports, comments and docstrings."""
     left_out: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
-            left_out |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Expr):
+            is_text = not isinstance(node, ast.Expr) or isinstance(node.value, ast.Constant)
+            left_out |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1)) if is_text else set()
     kept = (line.partition("  # ")[0] for number, line in enumerate(text.splitlines(), 1) if number not in left_out)
     return "\n".join(line for line in kept if line.strip() and not line.lstrip().startswith("#"))
 
