@@ -41,6 +41,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "agl-environments": ("agl_environments.openenv",),
     "agl-harness": ("agl_harness", "agl_harness.conformance"),
     "agl-inspect": (
+        "agl_inspect.advice.agent_changes",
         "agl_inspect.advice.past_runs",
         "agl_inspect.advice.ranking",
         "agl_inspect.advice.run_differences",
@@ -75,6 +76,8 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_inspect.rollouts.span_reader",
         "agl_inspect.rollouts.step_tallies",
         "agl_inspect.rollouts.training",
+        "agl_inspect.rollouts.tree",
+        "agl_inspect.rollouts.turns",
         "agl_inspect.searches",
         "agl_inspect.statistics",
         "agl_inspect.stores",
