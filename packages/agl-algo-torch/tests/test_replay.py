@@ -87,6 +87,10 @@ def uses(*rollouts: str) -> dict[str, tuple[CallUse, ...]]:
     return {name: (CallUse(span_id=f"{name}/0", row=0), CallUse(span_id=f"{name}/1", note="cut")) for name in rollouts}
 
 
+async def no_pictures(spans: Any) -> None:
+    raise AssertionError("there are no pictures")
+
+
 def names(found: Any) -> list[str]:
     return [rollout.rows[0].rollout for rollout in found.rollouts]
 
@@ -157,7 +161,7 @@ def test_a_saved_buffer_goes_on_as_if_it_had_not_been_saved(tmp_path: Path) -> N
     one.pool.take("v1", own=1)
     one.pool.add("v1", [row("a"), row("a", advantage=-2.0), row("b")], uses=uses("a", "b"))
     one.save(tmp_path, step=1, keep=2)
-    two.load(tmp_path, step=1)
+    asyncio.run(two.load(tmp_path, step=1, shown=no_pictures))
     first, second = one.pool.take("v2", own=1), two.pool.take("v2", own=1)
     assert (names(first), first.uses(bound=2.0)) == (names(second), second.uses(bound=2.0))
     for left, right in zip(first.rows, second.rows, strict=True):
