@@ -365,14 +365,19 @@ CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, 
 
 
 def on_other_pythons() -> list[str]:
-    """Define a session for the engine's tests on every other supported Python that is here; returns their names."""
+    """Define a session for tests on every other supported Python that is here; returns their names.
+
+    They are those of the packages that use what differs between Pythons: threads, event loops, processes, patches,
+    types and SQLite.
+    """
+    folders = [f"packages/{name}/tests" for name in ("agl-core", "agl-store-sqlite", "agl-run", "agl-lightning")]
 
     def define(version: str) -> str:
         def test(session: nox.Session) -> None:
             tools = environment(session, CORE_TESTS, python=python_of(version))
-            pytest(session, tools, *ENGINE, "-m", "not soak and not long")
+            pytest(session, tools, *folders, "-m", "not soak and not long")
 
-        test.__doc__ = f"The core and the engine on Python {version}."
+        test.__doc__ = f"The core, the SQLite store and the engine on Python {version}."
         nox.session(test, name=f"engine-{version}")
         return f"engine-{version}"
 
@@ -635,10 +640,10 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def trl(session: nox.Session) -> None:
-    """A step of TRL's trainer, the published readers of Tinker and VERL, and TRL's chat templates; needs 2 GB."""
+    """TRL's trainer and chat templates, the published readers of Tinker and VERL, and pictures in both; needs 2 GB."""
     others = [*TRL, *VERL, "cachetools", "uvicorn", "fastapi", "openai>=3,<4", *PLUGINS["agl-data"]]
-    tools = environment(session, [*ours(*LIGHT, "agl-algo-torch"), *TEST_TOOLS, *others])
-    exports = (f"packages/agl-data/tests/export/test_{name}.py" for name in ("trl", "readers"))
+    tools = environment(session, [*ours(*LIGHT, "agl-algo-torch", "agl-vision"), *TEST_TOOLS, *others])
+    exports = (f"packages/agl-data/tests/export/test_{name}.py" for name in ("trl", "readers", "picture_inputs"))
     pytest(session, tools, *exports, "packages/agl-algo-torch/tests/test_template_matrix.py")
 
 

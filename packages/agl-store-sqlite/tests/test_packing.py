@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agl import semconv
 from agl.errors import StoreError
-from agl.schemas import Json, ModelCall, Span, pack_ids
+from agl.schemas import Json, MediaSpan, ModelCall, Span, digest_of, pack_ids
 from agl.stores import note_damage
 from agl_store_sqlite.sql.packing import AttemptSpans, Packer, Unpacker, place_spans
 
@@ -27,6 +27,7 @@ def called(
     response: Sequence[int] | bytes = (),
     request: Json = None,
     answer: Json = None,
+    media: Sequence[MediaSpan] = (),
 ) -> Span:
     ids = [each if isinstance(each, bytes) else pack_ids(each) for each in (prompt, response)]
     call = ModelCall(
@@ -37,8 +38,27 @@ def called(
         response_ids=ids[1],
         request=request,
         response=answer,
+        inputs=tuple(each.digest for each in media),
+        media=tuple(media),
+        processor="Processor 1.0 1a2b3c4d" if media else "",
     )
     return span(number, call)
+
+
+def seeing(turns: int, *, tokens: int) -> list[Span]:
+    """Return the turns of an agent that sees one more picture in each, of so many tokens."""
+    ids: list[int] = []
+    media: list[MediaSpan] = []
+    spans: list[Span] = []
+    for number in range(turns):
+        digest = digest_of(b"picture %d" % number)
+        media.append(MediaSpan(offset=len(ids), length=tokens, modality="image", digest=digest, grid=(1, tokens, 4)))
+        ids += [*[151_655] * tokens, *range(100 * number, 100 * number + 20)]
+        shown = [{"type": "image_url", "image_url": {"url": each.digest}} for each in media]
+        request: Json = {"messages": [{"role": "user", "content": [each]} for each in shown]}
+        spans.append(called(number, prompt=ids, response=[number, 1], request=request, media=media))
+        ids += [number, 1]
+    return spans
 
 
 class Kept:
@@ -151,6 +171,19 @@ def test_conversation_comes_back_and_each_turn_adds_what_is_new() -> None:
     sizes = [kept.size(n) for n in kept.data]
     assert max(sizes) < 1.5 * min(sizes)
     assert sum(sizes) < sum(len(each.call.prompt_ids) for each in kept.spans if each.call) / 5
+
+
+def test_calls_with_pictures_come_back() -> None:
+    heard = called(9, prompt=[1, 2, 3], media=seeing(1, tokens=2)[0].call.media)  # pyright: ignore[reportOptionalMemberAccess]
+    Kept([*seeing(4, tokens=16), heard]).check()
+
+
+def test_picture_costs_few_bytes_however_many_tokens_stand_for_it() -> None:
+    small, large = (Kept(seeing(1, tokens=tokens)).size(1) for tokens in (1, 2000))
+    blind = Kept([called(0, prompt=range(20), response=[0, 1], request={"messages": []})]).size(1)
+
+    assert 250 > small - blind
+    assert 100 > large - small
 
 
 def test_text_without_ids_is_shared_too() -> None:
