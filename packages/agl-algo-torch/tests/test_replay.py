@@ -23,7 +23,7 @@ from agl_algo_torch.ppo import PPO
 from agl_objectives.settings import Replay
 from agl_run import Quiet, policy
 from agl_store_sqlite._store import SQLiteStore
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -266,9 +266,9 @@ def test_agl_why_names_both_steps_that_trained_on_a_rollout(
             await store.close()
 
     rollout = asyncio.run(first())
-    told = run_agl("why", rollout, "--store", "runs.db", folder=tmp_path)
+    told = invoke_agl("why", rollout, "--store", "runs.db", folder=tmp_path)
     assert "grpo, step 1: trained on 1 of 1 call" in told
     assert "grpo, step 2: trained on 1 of 1 call; replayed 1 version later" in told
     assert "not saved" not in told
-    found = json.loads(run_agl("why", rollout, "--store", "runs.db", "--json", folder=tmp_path))
+    found = json.loads(invoke_agl("why", rollout, "--store", "runs.db", "--json", folder=tmp_path))
     assert [True, True] == [step["is_saved"] for step in found["training"]]
