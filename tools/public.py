@@ -103,6 +103,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.groups",
         "agl_objectives.importance",
         "agl_objectives.kl",
+        "agl_objectives.minting",
         "agl_objectives.reports",
         "agl_objectives.registry",
         "agl_objectives.replay",

@@ -19,7 +19,7 @@ from agl_inspect.advice.agent_changes import AgentChange, agent_changes
 from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, read_tallies
 from agl_inspect.rollouts.training import uses_of
 
-LOOKED = 100
+LOOKED = 50
 """The number of newest rollouts that are read."""
 
 SHOWN = 12
