@@ -138,7 +138,7 @@ EXAMPLES = {
     "rooms": ["agl-algo-apo", *PLUGINS["agl-algo-apo"]],
     "mixed": ["agl-algo-apo", "agl-algo-torch", "openai>=3,<4", TORCH, PLOT],
     "harness": ["agl-harness", "agl-algo-torch", TORCH, PLOT],
-    "glance": ["agl-algo-torch", "agl-vision", "agl-console", "openai>=3,<4", TORCH, PLOT],
+    "glance": ["agl-algo-torch", "agl-rewards", "agl-vision", "agl-console", "openai>=3,<4", TORCH, PLOT],
     "support": [
         *("agl-langchain", "agl-algo-apo", "agl-rewards", "agl-learn", "agl-console"),
         *("langgraph", "langchain-openai", "openai>=3,<4", "httpx>=0.28,<1"),
