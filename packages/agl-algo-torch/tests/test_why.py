@@ -23,7 +23,7 @@ from agl_objectives import uses
 from agl_objectives.registry import find_estimator
 from agl_run import Quiet, policy
 from agl_store_sqlite._store import SQLiteStore
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -190,7 +190,7 @@ def test_agl_why_prints_what_each_algorithm_of_an_experiment_did(
 
 
 def why(rollout_id: str, folder: Path, *options: str) -> str:
-    return run_agl("why", rollout_id, "--store", "runs.db", *options, folder=folder)
+    return invoke_agl("why", rollout_id, "--store", "runs.db", *options, folder=folder)
 
 
 async def _rollouts(url: str) -> Any:

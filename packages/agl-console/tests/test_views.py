@@ -46,9 +46,10 @@ from agl_console.rewards import ROWS
 from agl_console.rollout import SPANS
 from agl_console.rollouts import PAGE, SCANNED
 from agl_console.server import make_app
-from agl_console.tokens import TokensFilter, tokens_view, tone_of
+from agl_console.tokens import TokensFilter, tokens_view
 from agl_console.versions import VERSIONS
 from agl_console.vocabulary import Vocabulary
+from agl_inspect.rollouts.turns import tone_of
 from agl_store_sqlite._store import SQLiteStore
 
 from .conftest import Open
@@ -202,9 +203,12 @@ async def test_versions_show_trials_beside_validation_scores(opened: Open) -> No
 async def test_compared_runs_share_a_figure_and_show_the_settings_that_differ(opened: Open) -> None:
     async with opened() as client:
         data = await data_of(client, "/?compare=sums&compare=sums-slow")
+        page = await text_of(client, "/?compare=sums&compare=sums-slow")
     lines = {(line["run"], line["algorithm"]) for line in data["figures"][0]["series"]}
     assert {(run, algorithm) for run in ("sums", "sums-slow") for algorithm in ("grpo", "validate")} == lines
     assert [{"name": "grpo.lr", "values": ["0.05", "0.02"]}] == data["differences"]
+    words = re.sub("<[^>]+>", "", page)
+    assert "They differ in grpo.lr (0.05 in sums, 0.02 in sums-slow)." in words
 
 
 def validated(experiment: str, rewards: Sequence[float], *, tasks: str = "t") -> dict[str, bytes]:
@@ -225,9 +229,10 @@ async def test_compared_runs_say_which_is_better_with_the_evidence(opened: Open)
         alone = await data_of(client, "/?compare=a")
     better, unclear, missing = data["against_first"]
     assert ("better", 1.0, 12) == tuple(better["comparison"][key] for key in ("verdict", "difference", "paired_tasks"))
-    assert "<li>b&lt;i&gt; against a: better, evidence 247 to 1: difference +1.0000" in page
+    assert "<li>b&lt;i&gt; is better than a: its newest validation has 1.000 against 0.000, difference +1.0000" in page
     assert ("undecidable", 0) == tuple(unclear["comparison"][key] for key in ("verdict", "paired_tasks"))
-    assert (None, "d cannot be compared with a: d has no validation") == (missing["comparison"], missing["words"])
+    words = "Not enough validations to tell whether d is better than a: no validation of d is recorded"
+    assert (None, words) == (missing["comparison"], missing["words"])
     assert [] == alone["against_first"]
 
 
@@ -283,6 +288,16 @@ async def test_search_finds_what_was_said_and_no_key_or_role(opened: Open, word:
     await record(store, "r", reward=1.0)
     async with opened(store) as client:
         assert [] == (await data_of(client, f"/rollouts?said={word}"))["rollouts"]
+
+
+async def test_agents_of_the_run_are_offered_with_the_number_of_their_rollouts(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/rollouts?experiment=sums")
+        assert {} == (await data_of(client, "/rollouts"))["agents"]
+        page = await text_of(client, "/rollouts?experiment=sums")
+    assert list(data["agents"].values()) == sorted(data["agents"].values(), reverse=True)
+    first, count = next(iter(data["agents"].items()))
+    assert f'<option value="{first}" label="{first}, {count} rollouts">' in page
 
 
 async def test_range_of_steps_the_wrong_way_round_is_refused(opened: Open) -> None:

@@ -112,13 +112,13 @@ class Actions:
         return answer
 
     async def ask(self, request: web.Request) -> web.Response:
-        """Show the action's form if fields are missing; otherwise describe the action and ask for confirmation."""
+        """Show the action's form until it is filled in; then describe the action and ask for confirmation."""
         session = self._known().session(request)
         if session is None:
             return _moved(link("sign-in", next=request.raw_path))
         name, kind = self._kind(request)
         given = {key: _lines(value) for key, value in request.query.items() if value}
-        if any(field.is_needed and field.name not in given for field in kind.fields):
+        if kind.fields and not any(field.name in given for field in kind.fields):
             return self._fields_page(name, kind, given)
         try:
             action: Action = parsed({key: [value] for key, value in given.items()}, kind.form)

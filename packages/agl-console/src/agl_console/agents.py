@@ -14,10 +14,12 @@ from agl.contracts import CallUse, Moments, Recording, RolloutQuery, Store
 from agl.episodes import Enclosing, chronological
 from agl.schemas import Mode, Record, Span
 from agl_console.figures import Figure, Line, thinned
-from agl_console.reading import newest_recordings, run_of, uses_of
+from agl_console.reading import newest_recordings, run_of
+from agl_inspect.advice.agent_changes import AgentChange, agent_changes
 from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, read_tallies
+from agl_inspect.rollouts.training import uses_of
 
-LOOKED = 100
+LOOKED = 50
 """The number of newest rollouts that are read."""
 
 SHOWN = 12
@@ -76,6 +78,7 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
         whole_rollouts: Rollouts of these steps.
         whole_steps: Number of these steps.
         whole_mode: The mode, ``""`` for all.
+        changes: How each agent changed over the run, those that got worse first.
         figures: The credit of agents over these steps.
         looked_through: Number of newest rollouts that were read.
         agents: The agents in these rollouts.
@@ -89,6 +92,7 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     whole_rollouts: int
     whole_steps: int
     whole_mode: str
+    changes: list[AgentChange]
     figures: list[Figure]
     looked_through: int
     agents: list[AgentRow]
@@ -122,6 +126,7 @@ async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsVi
         whole_rollouts=sum(each.rollouts for each in tallies),
         whole_steps=len(tallies),
         whole_mode=mode,
+        changes=agent_changes(every),
         figures=_figures(name, tallies),
         looked_through=looked,
         agents=agents,

@@ -90,12 +90,13 @@ def figure_of(name: str, metrics: Mapping[str, Sequence[Metric]]) -> Figure:
     series: list[Line] = []
     is_thinned = False
     for run, found in metrics.items():
-        finite = [metric for metric in found if math.isfinite(metric.value)]
-        ends = {(metric.algorithm, metric.step, metric.name): metric.value for metric in finite}
+        ends: dict[tuple[str, int, str], float] = {}
         lines: dict[str, list[Metric]] = {}
-        for metric in finite:
+        for metric in (metric for metric in found if math.isfinite(metric.value)):
             if metric.name == name:
                 lines.setdefault(metric.algorithm, []).append(metric)
+            else:
+                ends[metric.algorithm, metric.step, metric.name] = metric.value
         series += [_line(run, algorithm, thinned(points), ends) for algorithm, points in lines.items()]
         is_thinned = is_thinned or any(len(points) > POINTS for points in lines.values())
     return Figure(name=name, series=series, is_thinned=is_thinned)

@@ -11,11 +11,12 @@ from agl.dialects import call_messages
 from agl.episodes import Enclosing, build_episode, chronological, episode_reward
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import ModelCall, Record, Rollout, Span, identity_ids
-from agl_console.reading import newest_recordings, uses_of
+from agl_console.reading import newest_recordings
 from agl_console.siblings import standing
-from agl_console.tokens import tone_of
-from agl_console.tree import Contents, Text
 from agl_inspect.rollouts.conversations import parts_of
+from agl_inspect.rollouts.training import uses_of
+from agl_inspect.rollouts.tree import Contents, Text
+from agl_inspect.rollouts.turns import tone_of
 
 LOOKED = 200
 """Number of the task's newest rollouts that are searched for those of a step."""

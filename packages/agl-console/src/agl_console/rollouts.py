@@ -18,8 +18,10 @@ from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.schemas import Mode, Record, RolloutStatus, Span, to_json
+from agl_console.reading import notes_of
 from agl_inspect.records.names import id_prefix
 from agl_inspect.rollouts.span_reader import reward_of
+from agl_inspect.rollouts.step_tallies import MOST_AGENTS, read_tallies
 from agl_inspect.statistics import interval
 
 PAGE = 50
@@ -75,6 +77,7 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         high: Select rewards below this.
         reward: ``none`` selects the rollouts without a reward.
         agent: An agent, node or role that made a call.
+        note: A part of a person's note, such as ``#loop``.
         reject: The reject reason of one of the rollout's calls.
         after: The last rollout id of the previous page.
         at: The time of creation of that rollout.
@@ -90,6 +93,7 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step: Positive | None = None
     until: Positive | None = None
     agent: str = ""
+    note: str = ""
     low: float | None = None
     high: float | None = None
     reward: Literal["", "none"] = ""
@@ -130,6 +134,7 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         error: The last attempt's error, such as ``ValueError: no``.
         found: The text around the first words that the filter ``said`` found; ``""`` without that filter.
         found_at: The number of the span with these words.
+        notes: What people noted about the rollout.
     """
 
     rollout_id: str
@@ -147,6 +152,7 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     error: str
     found: str
     found_at: int
+    notes: list[str]
 
 
 class Bin(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -193,6 +199,7 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         looked_through: The number of rollouts checked for the page.
         histogram: The rewards of the matching rollouts, without the filter on rewards.
+        agents: The agents of the chosen run, those with the most rollouts first, with the number of these rollouts.
         next: The query of the next page; empty on the last.
     """
 
@@ -201,6 +208,7 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     rollouts: list[RolloutRow]
     summary: Summary
     histogram: list[Bin]
+    agents: dict[str, int]
     looked_through: int
     next: dict[str, str]
 
@@ -215,13 +223,15 @@ async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
     admitted = [(recording, reward) for recording, reward in seen.fitting if chosen.admits(reward)]
     page = admitted[:PAGE]
     filters = _filters(chosen)
+    notes = await notes_of(store, [recording for recording, _ in page])
     last = page[-1][0] if len(admitted) > PAGE else None if seen.is_end else seen.last
     return RolloutsView(
         filters=filters,
         picked=_picked(filters),
-        rollouts=[_row(recording, reward, chosen.said) for recording, reward in page],
+        rollouts=[_row(one, reward, chosen.said, notes.get(one.rollout.rollout_id, [])) for one, reward in page],
         summary=_summary(admitted),
         histogram=_histogram([reward for _, reward in seen.fitting], filters),
+        agents=await _agents(store, chosen.experiment),
         looked_through=seen.count,
         next={**filters, "after": last.rollout.rollout_id, "at": repr(last.rollout.created_at)} if last else {},
     )
@@ -308,6 +318,9 @@ async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: Ro
     found = [one for one in page if _is_of_step(one, chosen)]
     if chosen.reject:
         found = [one for one in found if _has_reject(one, chosen.reject)]
+    if chosen.note:
+        notes = await notes_of(store, found)
+        found = [one for one in found if _has_note(notes.get(one.rollout.rollout_id, []), chosen.note)]
     if chosen.said:
         own = ((one, next((span for span in one.spans if _holds(span, chosen.said)), None)) for one in found)
         found = [replace(one, spans=[span]) for one, span in own if span is not None]
@@ -318,6 +331,20 @@ async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: Ro
     last = page[-1] if page else seen.last
     fitting_so_far = [*seen.fitting, *rewards]
     return replace(seen, fitting=fitting_so_far, count=seen.count + len(page), pages=seen.pages + 1, last=last)
+
+
+def _has_note(notes: Sequence[str], wanted: str) -> bool:
+    return any(wanted.casefold() in note.casefold() for note in notes)
+
+
+async def _agents(store: Store, experiment: str) -> dict[str, int]:
+    """Return the agents that the steps of an experiment's newest run counted, with the number of their rollouts."""
+    records = await store.experiments(experiment) if experiment else []
+    every = [agent for record in records for step in await read_tallies(store, record) for agent in step.agents]
+    counts: Counter[str] = Counter()
+    for each in every:
+        counts[each.agent] += each.rollouts
+    return {agent: count for agent, count in counts.most_common(MOST_AGENTS) if agent}
 
 
 def _holds(span: Span, said: str) -> bool:
@@ -389,6 +416,7 @@ _PICKED = {
     "status": "{}",
     "experiment": "run {}",
     "agent": "agent {}",
+    "note": "with “{}” in a note",
     "low": "reward from {}",
     "high": "reward below {}",
     "reward": "without a reward",
@@ -422,7 +450,7 @@ def _around(span: Span, said: str) -> str:
     return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
 
 
-def _row(recording: Recording, reward: float | None, said: str) -> RolloutRow:
+def _row(recording: Recording, reward: float | None, said: str, notes: list[str]) -> RolloutRow:
     rollout = recording.rollout
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
     error = recording.attempts[-1].error if recording.attempts else None
@@ -443,6 +471,7 @@ def _row(recording: Recording, reward: float | None, said: str) -> RolloutRow:
         error=f"{error.type}: {error.message}"[:_TASK] if error else "",
         found=_around(recording.spans[0], said) if said else "",
         found_at=recording.spans[0].sequence if said else 0,
+        notes=notes,
     )
 
 

@@ -16,9 +16,9 @@ from agl.hints import did_you_mean
 from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Weights
 from agl_console.figures import Figure
 from agl_console.learning import reward_figure
-from agl_console.tree import LONGEST, Text
 from agl_inspect.records.splits import ArmReport, Placement, Sample, placement_of
 from agl_inspect.rollouts.span_reader import reward_of
+from agl_inspect.rollouts.tree import LONGEST, Text
 from agl_inspect.stores import command
 from agl_inspect.terminal.query import COUNTED, is_counted
 from agl_inspect.versions import (

@@ -16,7 +16,7 @@ import msgspec
 
 from agl.contracts import Recording, RolloutQuery
 from agl.errors import ConfigError, ConflictError, DatasetError
-from agl.schemas import Json, Record, Reward, Rollout, Span
+from agl.schemas import Blob, Json, Record, Reward, Rollout, Span
 from agl.semconv import AGENT_NAME
 from agl.stores import TableStore, all_spans
 from agl_data.importing.readers import FORMATS, Format, atif, format_of
@@ -158,16 +158,19 @@ async def import_files(
         with click.progressbar(length=survey.runs, label="importing runs", file=sys.stderr) as bar:
             for batch in _batches(files, target):
                 recordings = [item.recording for item in batch if item.recording]
+                for item in batch:
+                    await store.save_blobs(item.blobs)
                 await _write(store, recordings, there, survey.first)
                 bar.update(len(recordings))
     return survey.result(files, is_dry=is_dry)
 
 
 class _Item(NamedTuple):
-    """The result of reading one run: the recording, or ``None`` if the run has no model call, and the losses."""
+    """The result of reading one run: the recording, or ``None`` if the run has no model call, losses and payloads."""
 
     recording: Recording | None
     lost: Counter[str]
+    blobs: Sequence[Blob] = ()
 
 
 def _batches(files: Sequence[File], target: Target) -> Iterator[list[_Item]]:
@@ -176,7 +179,7 @@ def _batches(files: Sequence[File], target: Target) -> Iterator[list[_Item]]:
     for file in files:
         for item in _items(file, target):
             batch.append(item)
-            size += len(msgspec.msgpack.encode(item.recording))
+            size += len(msgspec.msgpack.encode(item.recording)) + sum(len(blob.data) for blob in item.blobs)
             if len(batch) >= _RUNS or size >= _BYTES:
                 yield batch
                 batch, size = [], 0
@@ -200,7 +203,7 @@ def _items(file: File, target: Target) -> Iterator[_Item]:
         own = int(run.identity()[:14], 16)
         recording = run.recording(target, format=file.format.name, task=task, copy=copies[own], now=now)
         copies[own] += 1
-        yield _Item(recording, +run.lost)
+        yield _Item(recording, +run.lost, list(run.blobs.values()))
     if _stamp(file.path) != file.stamp:
         raise DatasetError(f"{file.path} changed while it was read; import it again once it is complete")
 

@@ -12,9 +12,11 @@ from msgspec.structs import replace
 
 from agl import semconv
 from agl.contracts import Recording
+from agl.dialects import Request
 from agl.errors import DatasetError
 from agl.schemas import (
     Attempt,
+    Blob,
     ErrorInfo,
     Json,
     Mode,
@@ -25,6 +27,7 @@ from agl.schemas import (
     SpanEvent,
     SpanStatus,
     attempt_id_of,
+    to_json,
 )
 from agl.tracing import chat_spans, make_reward_span
 from agl_data.importing.values import as_dict, digest, json_text
@@ -88,6 +91,7 @@ class Run:
         unread: Names of fields that are not imported, unless they are named as the task or the reward.
         lost: Number of items that could not be imported, by description.
         calls: Number of model calls added so far.
+        blobs: The pictures and other payloads that the calls hold, by digest.
     """
 
     def __init__(self, key: str, *, place: str, fields: Json = None, grows: bool = False) -> None:
@@ -100,6 +104,7 @@ class Run:
         self.unread: tuple[str, ...] = ()
         self.lost: Counter[str] = Counter()
         self.calls = 0
+        self.blobs: dict[str, Blob] = {}
         self._spans: list[tuple[str, str, Span]] = []
         self._rewards: dict[str, tuple[str, str, Span]] = {}
         self._times: list[int] = []
@@ -182,11 +187,17 @@ class Run:
     ) -> None:
         """Add a model call; counts it as a loss if it succeeded and has no token ids.
 
+        Payloads in its request, such as pictures, are replaced by their digests, as the gateway does.
         ``sequence`` is the call's position among the run's spans; 0 if it is unknown.
         """
         self.calls += 1
         if call.ids_missing and not call.error:
             self.lost[NO_IDS] += 1
+        body = to_json(call.request)
+        if b"base64" in body:
+            stored = Request(call.dialect, body).stored()
+            self.blobs |= {blob.digest: blob for blob in stored.blobs}
+            call = replace(call, request=stored.request, inputs=call.inputs or stored.inputs)
         known = {name: value for name, value in (about or {}).items() if value not in (None, "")}
         spans = chat_spans(
             [call],

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from agl import semconv
 from agl.contracts import REDACTED, CallUse
@@ -252,8 +252,17 @@ def token_counts(span: Span) -> str:
     return f"{prompt}{f' ({cached} cached)' if cached else ''} + {response} tokens" if prompt or response else ""
 
 
+def _sampling(span: Span) -> list[tuple[str, list[str]]]:
+    """Return the sampling parameters of a request that were overridden, and those that were kept, with words for both.
+
+    A policy in training samples from its full distribution.
+    """
+    names = {"sampled without": semconv.SAMPLING_OVERRIDDEN, "sampled with": semconv.SAMPLING_KEPT}
+    return [(word, cast("list[str]", span.attributes.get(name, []))) for word, name in names.items()]
+
+
 def call_facts(span: Span) -> list[str]:
-    """Return short texts about a call: policy or model, tokens, finish reason, version, and problems."""
+    """Return short texts about a call: policy or model, tokens, finish reason, version, sampling, and problems."""
     call = span.call
     if call is None:
         return []
@@ -263,6 +272,7 @@ def call_facts(span: Span) -> list[str]:
         "no token ids" if call.ids_missing else "",
         call.finish_reason,
         f"version {call.model_version}" if call.model_version else "",
+        *(f"{word} {' and '.join(names)}" for word, names in _sampling(span) if names),
         "" if call.is_complete else "cut",
         f"ERROR {call.status_code or ''} {call.error}" if call.error else "",
     ]

@@ -79,6 +79,15 @@ def training_of(spans: Iterable[Span]) -> list[TrainingRecord]:
     return list(found.values())
 
 
+def uses_of(spans: Iterable[Span]) -> dict[str, CallUse]:
+    """Return how steps used a rollout's calls, by span id; a step that trained on a call takes precedence."""
+    found: dict[str, CallUse] = {}
+    for use in (use for record in training_of(spans) for use in record.calls):
+        if use.row >= 0 or use.span_id not in found or found[use.span_id].row < 0:
+            found[use.span_id] = use
+    return found
+
+
 def token_values(call: CallUse, name: str) -> list[float]:
     """Return one number, such as the ``entropy``, for each sampled token of a call; empty if none were reported."""
     packed = call.tokens.get(name, b"")
