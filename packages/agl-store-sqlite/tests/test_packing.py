@@ -14,7 +14,6 @@ from agl.schemas import Json, MediaSpan, ModelCall, Span, digest_of, pack_ids
 from agl.stores import note_damage
 from agl_store_sqlite.sql.packing import AttemptSpans, Packer, Unpacker, place_spans
 
-
 STORED = (
     "019bde0004aa726f6c6c6f75745f6964a172aa617474656d70745f6964a3722e31a77370616e5f6964a27331a46e616d65a16ede0004aa72"
     "6571756573745f6964a27131a76469616c656374a463686174a56d6f64656ca16da77265717565737480c40c010203700405000000110000"
