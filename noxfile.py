@@ -135,10 +135,14 @@ EXAMPLES = {
     "sql": ["agl-langchain", "agl-algo-torch", "agl-rewards", "langgraph", "langchain-openai", TORCH, PLOT],
     "rag": ["agl-openai-agents", "agl-algo-torch", "agl-rewards", "openai-agents", TORCH, PLOT],
     "crew": ["agl-crewai", "agl-algo-torch", "crewai", TORCH, PLOT],
+    "team": [
+        *("agl-langchain", "agl-autogen", "agl-algo-torch", "langgraph", "langchain-openai"),
+        *("autogen-agentchat", "autogen-ext[openai]", "peft>=0.18,<1", TORCH, PLOT),
+    ],
     "rooms": ["agl-algo-apo", *PLUGINS["agl-algo-apo"]],
     "mixed": ["agl-algo-apo", "agl-algo-torch", "openai>=3,<4", TORCH, PLOT],
     "harness": ["agl-harness", "agl-algo-torch", TORCH, PLOT],
-    "glance": ["agl-algo-torch", "agl-vision", "agl-console", "openai>=3,<4", TORCH, PLOT],
+    "glance": ["agl-algo-torch", "agl-rewards", "agl-vision", "agl-console", "openai>=3,<4", TORCH, PLOT],
     "support": [
         *("agl-langchain", "agl-algo-apo", "agl-rewards", "agl-learn", "agl-console"),
         *("langgraph", "langchain-openai", "openai>=3,<4", "httpx>=0.28,<1"),

@@ -14,6 +14,14 @@ from agl.schemas import Json, MediaSpan, ModelCall, Span, digest_of, pack_ids
 from agl.stores import note_damage
 from agl_store_sqlite.sql.packing import AttemptSpans, Packer, Unpacker, place_spans
 
+STORED = (
+    "019bde0004aa726f6c6c6f75745f6964a172aa617474656d70745f6964a3722e31a77370616e5f6964a27331a46e616d65a16ede0004aa72"
+    "6571756573745f6964a27131a76469616c656374a463686174a56d6f64656ca16da77265717565737480c40c010203700405000000110000"
+    "08c4447b226d65737361676573223a5b7b22726f6c65223a2275736572222c22636f6e74656e74223a226869227d5d7d7b226f6b223a7472"
+    "75657d0000000100000000000000002d38c2000000"
+)
+"""A call of 0.1.0 before pictures had fields of their own. New fields belong at the end of the stored form."""
+
 
 def span(number: int, call: ModelCall | None = None, **fields: object) -> Span:
     given = {"rollout_id": "r", "attempt_id": "r.1", "span_id": f"s{number}", "name": "n", **fields}
@@ -176,6 +184,13 @@ def test_conversation_comes_back_and_each_turn_adds_what_is_new() -> None:
 def test_calls_with_pictures_come_back() -> None:
     heard = called(9, prompt=[1, 2, 3], media=seeing(1, tokens=2)[0].call.media)  # pyright: ignore[reportOptionalMemberAccess]
     Kept([*seeing(4, tokens=16), heard]).check()
+
+
+def test_call_that_an_earlier_version_stored_is_read() -> None:
+    reader = Unpacker(lambda sequence: pytest.fail(f"{sequence} is not shared"), rollout_id="r", number=1)
+    request: Json = {"messages": [{"role": "user", "content": "hi"}]}
+    expected = called(1, prompt=[1, 2, 3, 70_000], response=[4, 5], request=request, answer={"ok": True})
+    assert msgspec.structs.replace(expected, sequence=1) == reader.unpack(bytes.fromhex(STORED), sequence=1)
 
 
 def test_picture_costs_few_bytes_however_many_tokens_stand_for_it() -> None:

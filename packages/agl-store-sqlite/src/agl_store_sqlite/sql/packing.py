@@ -50,8 +50,9 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
             request has too, and the two high planes of ``ids``; all of them deflate well.
         request_end: Offset in the inflated text at which the response begins.
         response_end: Offset in the inflated text at which the response ends.
-        pictures_end: Offset in the inflated text at which ``inputs``, ``media`` and ``processor`` of the call end.
         base: Sequence of the call with which bytes are shared; 0 for none.
+        pictures_len: Bytes of ``inputs``, ``media`` and ``processor`` of the call, after the response in the inflated
+            text. Calls stored by earlier versions end before this field.
     """
 
     span: Span
@@ -61,15 +62,15 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
     text: bytes
     request_end: int
     response_end: int
-    pictures_end: int
     is_deflated: bool
     base: int = 0
     shared_ids: int = 0
     shared_text: int = 0
+    pictures_len: int = 0
 
     @property
-    def has_pictures(self) -> bool:
-        return self.pictures_end > self.response_end
+    def pictures_end(self) -> int:
+        return self.response_end + self.pictures_len
 
 
 class _Whole(msgspec.Struct, frozen=True, gc=False):
@@ -118,7 +119,7 @@ class Packer:
             text=min(body, deflated, key=len),
             request_end=len(suffix),
             response_end=len(suffix) + len(response),
-            pictures_end=len(suffix) + len(response) + len(pictures),
+            pictures_len=len(pictures),
             is_deflated=len(deflated) < len(body),
             base=share.base.sequence if share else 0,
             shared_ids=share.ids if share else 0,
@@ -225,7 +226,7 @@ class Unpacker:
         force_setattr(call, "response_ids", whole.response)
         force_setattr(call, "request", _merge(whole.text, call.request))
         force_setattr(call, "response", _parse(packed.text[packed.request_end : packed.response_end]))
-        if packed.has_pictures:
+        if packed.pictures_len:
             pictures = decode(packed.text[packed.response_end : packed.pictures_end], _Pictures)
             for name, value in zip(_PICTURES, pictures, strict=True):
                 force_setattr(call, name, value)
@@ -245,7 +246,7 @@ class Unpacker:
 
 def _restore(packed: _Packed, base: _Whole | None) -> _Whole:
     text = packed.text[: packed.request_end]
-    low = zlib.decompress(packed.ids) if packed.has_pictures else packed.ids
+    low = zlib.decompress(packed.ids) if packed.pictures_len else packed.ids
     ids = _widen(low, packed.text[packed.pictures_end :])
     split = len(ids) - packed.response_len
     prompt, response = ids[:split], ids[split:]
