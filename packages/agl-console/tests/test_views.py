@@ -49,6 +49,7 @@ from agl_console.server import make_app
 from agl_console.tokens import TokensFilter, tokens_view
 from agl_console.versions import VERSIONS
 from agl_console.vocabulary import Vocabulary
+from agl_inspect.records.validations import Validation, validations_of
 from agl_inspect.rollouts.turns import tone_of
 from agl_store_sqlite._store import SQLiteStore
 
@@ -1319,6 +1320,29 @@ async def test_run_has_its_validation_curve_and_the_time_between_its_rewards(ope
     assert "3 min 20 s" in page
 
 
+async def test_run_whose_live_version_was_never_validated_is_not_measured_since(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="a", live={"lm": "a-1-sft-1"}))
+    await store.log_metrics(rewarded("a", "validate", [0.0]) + rewarded("a", "sft", [0.0]))
+    shelf = validations_of("a", 1)
+
+    async def shown(turn: int, version: str) -> tuple[Any, str]:
+        found = Validation(turn=turn, versions={"lm": version}, rewards=(0.0,) * 4, tasks="t")
+        await store.save_state(shelf.states({f"{turn:08d}": found}))
+        async with opened(store) as client:
+            data, page = await data_of(client, "/"), await text_of(client, "/")
+            assert "Steps to a reward" not in await text_of(client, "/runs/a")
+        return data["runs"][0]["now"], page
+
+    now, page = await shown(0, "a-1-initial")
+    assert now is None
+    assert "0 → <b>0</b> → not measured since" in page
+    now, page = await shown(1, "a-1-sft-1")
+    assert 4 == now["tasks"]
+    assert now["low"] < 0.001 < 0.4 < now["high"]
+    assert "now [0, 0.4899], 4 tasks" in page
+
+
 async def test_events_of_versions_are_marks_on_the_rewards(opened: Open) -> None:
     store, text = MemoryStore(), PromptTemplate(template="Answer.")
     logged = [replace(each, time=float(each.step)) for each in rewarded("a", "grpo", [0.1, 0.8, 0.2])]
@@ -1335,8 +1359,11 @@ async def test_events_of_versions_are_marks_on_the_rewards(opened: Open) -> None
     await store.save_state({}, experiment=ExperimentRecord(name="a", live={"style": "a-1-grpo-1"}))
     async with opened(store) as client:
         marks = (await data_of(client, "/runs/a"))["rewards"]["marks"]
+        page = await text_of(client, "/runs/a")
+    assert '1 published</span> <span class="key-best">1 highest score</span>' in " ".join(page.split())
+    assert "no alerts" in page
     assert [(2, "published"), (4, "best"), (6, "back")] == [(mark["place"], mark["kind"]) for mark in marks]
-    assert "best measured version, 0.8: style@a-1-grpo-2" == marks[1]["text"]
+    assert "highest score, 0.8 (fresh): style@a-1-grpo-2" == marks[1]["text"]
 
 
 async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open) -> None:
