@@ -135,6 +135,10 @@ EXAMPLES = {
     "sql": ["agl-langchain", "agl-algo-torch", "agl-rewards", "langgraph", "langchain-openai", TORCH, PLOT],
     "rag": ["agl-openai-agents", "agl-algo-torch", "agl-rewards", "openai-agents", TORCH, PLOT],
     "crew": ["agl-crewai", "agl-algo-torch", "crewai", TORCH, PLOT],
+    "team": [
+        *("agl-langchain", "agl-autogen", "agl-algo-torch", "langgraph", "langchain-openai"),
+        *("autogen-agentchat", "autogen-ext[openai]", "peft>=0.18,<1", TORCH, PLOT),
+    ],
     "rooms": ["agl-algo-apo", *PLUGINS["agl-algo-apo"]],
     "mixed": ["agl-algo-apo", "agl-algo-torch", "openai>=3,<4", TORCH, PLOT],
     "harness": ["agl-harness", "agl-algo-torch", TORCH, PLOT],

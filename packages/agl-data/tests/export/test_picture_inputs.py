@@ -103,6 +103,27 @@ def test_inputs_of_trl_are_those_of_the_row(modality: Any, tmp_path: Path) -> No
         assert equal(tensor, batch[name]), name
 
 
+def test_trainer_of_trl_learns_from_the_exported_pictures(modality: Any, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed; nox -s trl installs it")
+    from datasets import Dataset
+    from transformers import AutoModelForImageTextToText
+    from trl import SFTConfig, SFTTrainer
+
+    path = tmp_path / "dialogues.parquet"
+    asyncio.run(written("trl", path, *conversation(modality)))
+    model = AutoModelForImageTextToText.from_pretrained(modality.folder)
+    args = SFTConfig(
+        output_dir=str(tmp_path / "out"), max_length=None, max_steps=3, learning_rate=1e-2, use_cpu=True, report_to=[]
+    )
+    processor = modality._processor
+    processor.chat_template = processor.tokenizer.chat_template
+    data = Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
+    trainer = SFTTrainer(model, args=args, train_dataset=data, processing_class=processor)
+    first = trainer.evaluate(data)["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate(data)["eval_loss"] < first - 0.1
+
+
 @pytest.mark.parametrize("modality", ["qwen2-vl"], indirect=True)  # VERL drops the placeholders of the other
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_inputs_of_verl_are_those_of_the_row(modality: Any, tmp_path: Path, suffix: str) -> None:

@@ -296,8 +296,11 @@ async def _print(store: Store, found: ShownRollout, talk: Talk) -> None:
 
 async def _spans(found: ShownRollout, every: Sequence[Span]) -> list[Span]:
     """Return the spans to show, with calls that lack requests and responses."""
+    own = [span for span in every if span.attempt_id in found.readers and not training_of([span])]
+    if not found.is_filtered:
+        return own
     chosen = {(name, span.sequence) for name, reader in found.readers.items() async for span in reader}
-    return [span for span in every if (span.attempt_id, span.sequence) in chosen and not training_of([span])]
+    return [span for span in own if (span.attempt_id, span.sequence) in chosen]
 
 
 def _rollout(found: ShownRollout, reward: float | None, talk: Talk) -> Iterator[str]:
