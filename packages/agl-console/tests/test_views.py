@@ -41,10 +41,10 @@ from agl.schemas import (
 )
 from agl.stores import MemoryStore
 from agl.tracing import chat_spans
-from agl_console import pages
+from agl_console import pages, rollouts
 from agl_console.rewards import ROWS
 from agl_console.rollout import SPANS
-from agl_console.rollouts import PAGE, SCANNED
+from agl_console.rollouts import PAGE
 from agl_console.server import make_app
 from agl_console.tokens import TokensFilter, tokens_view
 from agl_console.versions import VERSIONS
@@ -417,6 +417,24 @@ async def test_bars_of_the_histogram_part_the_rollouts_and_filter_them(opened: O
     assert counts == [len(page["rollouts"]) for page in pages]
 
 
+async def test_figures_of_a_list_are_of_all_rollouts_that_its_filters_select(opened: Open) -> None:
+    store = MemoryStore()
+    for number in range(60):
+        await record(store, f"r-{number:03d}", experiment="few", reward=1.0 if number == 3 else number % 2 / 10)
+    async with opened(store) as client:
+        data = await data_of(client, "/rollouts?experiment=few")
+        page = await text_of(client, "/rollouts?experiment=few")
+        low = await data_of(client, "/rollouts?experiment=few&high=0.5")
+    assert 50 == len(data["rollouts"])
+    assert [(0.0, 30), (0.1, 29), (1.0, 1)] == [(bar["low"], bar["count"]) for bar in data["histogram"]]
+    assert [(0.0, 30), (0.1, 29)] == [(bar["low"], bar["count"]) for bar in low["histogram"]]
+    assert [0.1, 0.5] == [float(low["histogram"][1]["query"][end]) for end in ("low", "high")]
+    assert ("r-003", 1.0) == tuple(data["summary"]["extremes"][1].values())
+    assert "r-003" not in [row["rollout_id"] for row in data["rollouts"]]
+    assert ("highest 1<" in page, "with a reward of 0.1" in page) == (True, True)
+    assert [0.0, 0.1] == [each["reward"] for each in low["summary"]["extremes"]]
+
+
 async def test_mean_of_rollouts_is_over_tasks_and_has_an_interval(opened: Open) -> None:
     async with opened() as client:
         summary = (await data_of(client, "/rollouts?experiment=sums&text=sums-1-grpo-train"))["summary"]
@@ -442,21 +460,24 @@ async def test_pages_of_rollouts_show_each_once_the_newest_first(opened: Open) -
     assert [rollout.rollout_id for rollout in every] == seen
 
 
-async def test_page_looks_through_a_bounded_number_of_rollouts_and_goes_on_from_there(opened: Open) -> None:
+async def test_page_reads_until_its_time_is_over_and_goes_on_from_there(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = MemoryStore()
-    wanted = {"metadata": {"algorithm": "grpo", "step": 7}}
-    await store.enqueue(
-        [Rollout(rollout_id=f"r-{n:05d}", task=n, **(wanted if n == 0 else {})) for n in range(SCANNED + 100)]
-    )
+    made = [Rollout(rollout_id=f"r-{n:05d}", task=n) for n in range(1500)]
+    wanted = {"algorithm": "grpo", "step": 7}
+    await store.enqueue([replace(one, metadata=wanted if n == 250 else {}) for n, one in enumerate(made)])
     async with opened(store) as client:
-        first = await data_of(client, "/rollouts?step=7")
-        answer = await client.get("/rollouts", params=first["next"] | {"format": "json"})
-        second = await answer.json()
+        whole = await data_of(client, "/rollouts?step=7")
+        monkeypatch.setattr(rollouts, "SECONDS", 0.0)
+        pages = [await data_of(client, "/rollouts?step=7")]
+        while query := pages[-1]["next"]:
+            pages.append(await (await client.get("/rollouts", params=query | {"format": "json"})).json())
         page = await text_of(client, "/rollouts?step=7")
-    assert (SCANNED, []) == (first["looked_through"], first["rollouts"])
-    assert (100, ["r-00000"]) == (second["looked_through"], [row["rollout_id"] for row in second["rollouts"]])
-    assert {} == second["next"]
-    assert "Look further" in page
+    assert (["r-00250"], 1500, {}) == ([row["rollout_id"] for row in whole["rollouts"]], 1500, whole["next"])
+    assert [200] * 7 + [100] == [each["looked_through"] for each in pages]
+    assert [["r-00250"]] == [[row["rollout_id"] for row in each["rollouts"]] for each in pages if each["rollouts"]]
+    assert "Not found in the newest 200 of 1,500 rollouts; 1,300 are not read yet." in page
 
 
 async def test_step_of_an_algorithm_is_looked_up_in_a_store_of_any_size(opened: Open) -> None:
@@ -487,11 +508,12 @@ async def test_step_of_an_algorithm_is_looked_up_in_a_store_of_any_size(opened: 
     assert {} == second["next"]
 
 
-async def test_pages_of_a_step_end_with_its_last_rollout(opened: Open) -> None:
+async def test_pages_of_a_step_end_with_its_last_rollout(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "SECONDS", 0.0)
     store = MemoryStore()
     await store.save_state({}, experiment=ExperimentRecord(name="large"))
     named = {"experiment": "large", "metadata": {"algorithm": "grpo", "step": 2}}
-    names = [f"large-1-grpo-train-00002-{number:05d}-000" for number in range(SCANNED)]
+    names = [f"large-1-grpo-train-00002-{number:05d}-000" for number in range(400)]
     await store.enqueue([Rollout(rollout_id=name, task=1, **named) for name in names])
     async with opened(store) as client:
         page = await data_of(client, "/rollouts?experiment=large&algorithm=grpo&step=2&low=1")
@@ -499,7 +521,7 @@ async def test_pages_of_a_step_end_with_its_last_rollout(opened: Open) -> None:
         while page["next"]:
             page = await (await client.get("/rollouts", params=page["next"] | {"format": "json"})).json()
             looked.append(page["looked_through"])
-    assert SCANNED == sum(looked)
+    assert [200, 200] == [count for count in looked if count]
 
 
 async def test_rollout_shows_its_time_line_and_reasons(opened: Open) -> None:
@@ -1297,7 +1319,10 @@ def without_ids(recorder: Recorder, **_: Any) -> None:
     recorder.add("chat small", call=call(1, prompt=[], answer=[], version="v1", **WORDS))
 
 
-async def test_rollouts_are_filtered_by_the_reason_that_leaves_a_call_out(opened: Open) -> None:
+async def test_rollouts_are_filtered_by_the_reason_that_leaves_a_call_out(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "SECONDS", 0.0)
     store = MemoryStore()
     for number in range(130):
         spans = without_ids if number in (3, 128) else team
@@ -1306,22 +1331,24 @@ async def test_rollouts_are_filtered_by_the_reason_that_leaves_a_call_out(opened
     async with opened(store) as client:
         first = await data_of(client, address)
         second = await data_of(client, "/rollouts?" + urlencode(first["next"]))
+        third = await data_of(client, "/rollouts?" + urlencode(second["next"]))
         of_step = await data_of(client, f"{address}&algorithm=grpo&step=1")
         other = await data_of(client, "/rollouts?experiment=ids&reject=late")
         page = await text_of(client, address)
         wrong = await client.get("/rollouts?reject=nothing")
         answer = await wrong.text()
-    assert (["r-128"], 100) == ([row["rollout_id"] for row in first["rollouts"]], first["looked_through"])
+    assert (["r-128"], 50) == ([row["rollout_id"] for row in first["rollouts"]], first["looked_through"])
     assert "missing_token_ids" == first["next"]["reject"]
+    assert ([], 50) == (second["rollouts"], second["looked_through"])
     assert (["r-003"], 30, {}) == (
-        [row["rollout_id"] for row in second["rollouts"]],
-        second["looked_through"],
-        second["next"],
+        [row["rollout_id"] for row in third["rollouts"]],
+        third["looked_through"],
+        third["next"],
     )
     assert ["r-128"] == [row["rollout_id"] for row in of_step["rollouts"]]
     assert [] == other["rollouts"]
     assert '<option value="missing_token_ids" selected>missing token ids</option>' in page
-    assert "100 rollouts read" in page
+    assert "50 rollouts read" in page
     assert 400 == wrong.status
     assert "nothing" in answer
 

@@ -1,12 +1,13 @@
 """The view of rollouts: a page of those that match the filters, with a histogram of their rewards.
 
 The store selects by experiment, status, mode, group and text, and finds the rollouts of an algorithm's step by their
-ids. All other filters are applied here, to at most ``SCANNED`` rollouts per page, so that a page costs the same in a
-store of any size. The page shows how many rollouts were checked, and the next page continues from there.
+ids. All other filters are applied here, for at most ``SECONDS`` per page, so that a page costs the same in a store of
+any size. The page shows how many rollouts were checked, and the next page continues from there.
 """
 
 import asyncio
 import math
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import fmean
@@ -29,17 +30,20 @@ from agl_inspect.statistics import interval
 PAGE = 50
 """The most rollouts on a page."""
 
-SCANNED = 400
-"""The most rollouts that are checked for one page."""
+SECONDS = 1.5
+"""A page that is not full after this time is shown as it is."""
 
 _CHUNK = 200
-_PAGES_WITH_SPANS, _CHUNK_WITH_SPANS, _BYTES_WITH_SPANS = 2, 50, 2 << 20
-"""If spans must be read: the most pages of recordings, and the most rollouts and bytes in each."""
+_CHUNK_WITH_SPANS, _BYTES_WITH_SPANS = 50, 2 << 20
+"""If spans must be read: the most rollouts and bytes that are read at once."""
 
 _MODES: tuple[Mode, ...] = ("test", "train", "val")
 """The modes of rollouts, in the order in which the rollout ids of a step sort."""
 
 _BINS = 12
+_FEW = 5
+"""Up to this many distinct rewards have a bar each."""
+
 _TASK = 160
 """The most characters of a task in the table."""
 
@@ -168,6 +172,8 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 class Bin(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A bar of a histogram: the rewards from ``low`` to ``high``; both are ``None`` for rollouts without a reward.
 
+    The ends of a bar for a single value are equal.
+
     Attributes:
         query: The query that selects the bar's rollouts.
     """
@@ -179,7 +185,7 @@ class Bin(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Sums over the matching rollouts among those checked.
+    """Figures of the matching rollouts among those checked.
 
     Attributes:
         rollouts: The number of matching rollouts.
@@ -187,6 +193,7 @@ class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
         mean: Mean over tasks of the mean of each task's rollouts; ``None`` without any reward.
         low: Lower end of the 95 % interval over tasks; ``None`` for fewer than two tasks.
         high: Upper end of that interval.
+        extremes: The rollouts with the lowest and the highest reward; empty for fewer than two rewards.
     """
 
     rollouts: int
@@ -194,6 +201,14 @@ class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
     mean: float | None
     low: float | None
     high: float | None
+    extremes: list["Extreme"]
+
+
+class Extreme(Record, frozen=True, kw_only=True):
+    """A rollout with its reward."""
+
+    rollout_id: str
+    reward: float
 
 
 class Picked(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -209,7 +224,8 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         looked_through: The number of rollouts checked for the page.
         nothing: The reason why no rollout is on the page, if one filter alone explains it.
-        histogram: The rewards of the matching rollouts, without the filter on rewards.
+        unread: The number of older rollouts that an empty first page did not check; ``None`` for other pages.
+        histogram: The rewards of the matching rollouts.
         agents: The agents of the chosen run, those with the most rollouts first, with the number of these rollouts.
         next: The query of the next page; empty on the last.
     """
@@ -222,6 +238,7 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     agents: dict[str, int]
     looked_through: int
     nothing: "Nothing | None"
+    unread: int | None
     next: dict[str, str]
 
 
@@ -239,23 +256,24 @@ async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
         raise ConfigError(f"no reward is at least {chosen.low:g} and below {chosen.high:g}; exchange low and high")
     if chosen.steps is not None and not chosen.steps:
         raise ConfigError(f"no step is from {chosen.step} to {chosen.until}; exchange step and until")
-    seen = await _step(store, chosen) or await _scan(store, chosen)
-    admitted = [(recording, reward) for recording, reward in seen.fitting if chosen.admits(reward)]
-    page = admitted[:PAGE]
+    end = time.monotonic() + SECONDS
+    seen = await _step(store, chosen, end) or await _scan(store, chosen, end)
+    page = seen.fitting[:PAGE]
     filters = _filters(chosen)
     notes = await notes_of(store, [recording for recording, _ in page])
-    last = page[-1][0] if len(admitted) > PAGE else None if seen.is_end else seen.last
+    last = page[-1][0] if len(seen.fitting) > PAGE else None if seen.is_end else seen.last
     agents = await _agents(store, chosen.experiment)
     alone = await _alone(store, [recording.rollout for recording, _ in page])
     return RolloutsView(
         filters=filters,
         picked=_picked(filters),
         rollouts=[_row(one, reward, chosen.said, notes.get(one.rollout.rollout_id, []), alone) for one, reward in page],
-        summary=_summary(admitted),
+        summary=_summary(seen.fitting),
         histogram=_histogram([reward for _, reward in seen.fitting], filters),
         agents=agents,
         looked_through=seen.count,
         nothing=None if page else await _nothing(store, chosen, agents, is_end=seen.is_end),
+        unread=seen.unread,
         next={**filters, "after": last.rollout.rollout_id, "at": repr(last.rollout.created_at)} if last else {},
     )
 
@@ -272,8 +290,9 @@ async def _nothing(store: Store, chosen: RolloutsFilter, agents: Mapping[str, in
     if chosen.status != "failed" or not is_end:
         return None
     others = replace(chosen, status="", reward="low", after="", at=0.0)
-    seen = await _step(store, others) or await _scan(store, others)
-    low = sum(others.admits(reward) for _, reward in seen.fitting)
+    end = time.monotonic() + SECONDS
+    seen = await _step(store, others, end) or await _scan(store, others, end)
+    low = len(seen.fitting)
     words = f"{'' if seen.is_end else 'at least '}{low} with a reward of 0 or less" if low else ""
     return Nothing(words="No rollout crashed or timed out.", others=words, query=_filters(others) if low else {})
 
@@ -296,39 +315,41 @@ class _Seen(Record, frozen=True, kw_only=True):
     """The rollouts checked so far.
 
     Attributes:
-        fitting: Rollouts that match all filters except the one on rewards, with their rewards.
+        fitting: Rollouts that match the filters, with their rewards.
         count: The number of rollouts that were checked.
-        pages: The number of requests that read them.
         last: The last rollout that was checked.
         is_end: True if there are no more rollouts.
+        unread: See :class:`RolloutsView`.
     """
 
     fitting: list[tuple[Recording, float | None]]
     count: int
-    pages: int
     last: Recording | None
     is_end: bool
+    unread: int | None = None
 
 
-async def _scan(store: Store, chosen: RolloutsFilter) -> _Seen:
-    """Check the rollouts, newest first, until the page is full or the limit is reached."""
+async def _scan(store: Store, chosen: RolloutsFilter, end: float) -> _Seen:
+    """Check the rollouts, newest first, until the page is full or the clock is at ``end``."""
     query = _query(chosen)
-    seen = _Seen(fitting=[], count=0, pages=0, last=None, is_end=False)
-    while not _is_enough(seen, chosen) and sum(chosen.admits(reward) for _, reward in seen.fitting) <= PAGE:
-        page = await _page(store, query, chosen)
-        if not page:
-            return replace(seen, is_end=True)
+    seen = _Seen(fitting=[], count=0, last=None, is_end=False)
+    while page := await _page(store, query, chosen):
         seen = await _with(seen, store, page, chosen)
         query = query.next(page[-1].rollout)
-    return replace(seen, is_end=not await store.rollouts(replace(query, limit=1)))
+        if len(seen.fitting) > PAGE or time.monotonic() >= end:
+            is_end = not await store.rollouts(replace(query, limit=1))
+            is_counted = not (is_end or seen.fitting or chosen.after)
+            unread = await store.count_rollouts(query) - seen.count if is_counted else None
+            return replace(seen, is_end=is_end, unread=unread)
+    return replace(seen, is_end=True)
 
 
-async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
+async def _step(store: Store, chosen: RolloutsFilter, until: float) -> _Seen | None:
     """Find the rollouts of steps by their ids; ``None`` if the filters name no steps, or these have no rollouts."""
     records = await store.experiments(chosen.experiment) if chosen.experiment and chosen.algorithm else []
     if not records or not chosen.steps:
         return None
-    seen = _Seen(fitting=[], count=0, pages=0, last=None, is_end=True)
+    seen = _Seen(fitting=[], count=0, last=None, is_end=True)
     is_found = False
     for mode in (chosen.mode,) if chosen.mode else _MODES:
         first, end = (
@@ -343,7 +364,7 @@ async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
             seen = await _with(seen, store, own, chosen)
             if len(own) < len(page):
                 break
-            if _is_enough(seen, chosen):
+            if time.monotonic() >= until:
                 return replace(seen, is_end=False)
             query = query.next(page[-1].rollout)
     return seen if seen.count or is_found else None
@@ -354,11 +375,6 @@ async def _page(store: Store, query: RolloutQuery, chosen: RolloutsFilter) -> li
     if not chosen.needs_spans:
         return await store.recordings(query, spans="none")
     return await store.recordings(replace(query, limit=_CHUNK_WITH_SPANS), spans="all", max_bytes=_BYTES_WITH_SPANS)
-
-
-def _is_enough(seen: _Seen, chosen: RolloutsFilter) -> bool:
-    """Return true if no more rollouts may be checked for this page."""
-    return seen.pages >= _PAGES_WITH_SPANS if chosen.needs_spans else seen.count >= SCANNED
 
 
 def _has_reject(recording: Recording, reason: Reject) -> bool:
@@ -382,10 +398,9 @@ async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: Ro
     elif chosen.reject:
         found = [replace(one, spans=[]) for one in found]
     fitting = await _with_agent(store, found, chosen.agent)
-    rewards = [(recording, reward_of(recording)) for recording in fitting]
+    rewards = [(recording, reward) for recording in fitting if chosen.admits(reward := reward_of(recording))]
     last = page[-1] if page else seen.last
-    fitting_so_far = [*seen.fitting, *rewards]
-    return replace(seen, fitting=fitting_so_far, count=seen.count + len(page), pages=seen.pages + 1, last=last)
+    return replace(seen, fitting=[*seen.fitting, *rewards], count=seen.count + len(page), last=last)
 
 
 def _has_note(notes: Sequence[str], wanted: str) -> bool:
@@ -541,38 +556,48 @@ def _row(recording: Recording, reward: float | None, said: str, notes: list[str]
 
 def _summary(found: Sequence[tuple[Recording, float | None]]) -> Summary:
     by_task: dict[str, list[float]] = {}
+    rated: list[Extreme] = []
     for recording, reward in found:
         if reward is not None and math.isfinite(reward):
             by_task.setdefault(recording.rollout.group_id or recording.rollout.rollout_id, []).append(reward)
+            rated.append(Extreme(rollout_id=recording.rollout.rollout_id, reward=reward))
     means = [fmean(rewards) for rewards in by_task.values()]
     low, high = interval(means) if len(means) > 1 else (None, None)
-    return Summary(rollouts=len(found), tasks=len(means), mean=fmean(means) if means else None, low=low, high=high)
+    rated.sort(key=lambda each: each.reward)
+    return Summary(
+        rollouts=len(found),
+        tasks=len(means),
+        mean=fmean(means) if means else None,
+        low=low,
+        high=high,
+        extremes=[rated[0], rated[-1]] if len(rated) > 1 else [],
+    )
 
 
 def _histogram(rewards: Sequence[float | None], filters: dict[str, str]) -> list[Bin]:
-    """Return bars of equal width, the last one open above, and a bar for rollouts without a reward."""
-    kept = {name: value for name, value in filters.items() if name not in ("low", "high", "reward")}
+    """Return a bar per reward, or bars of equal width for many rewards, and a bar for rollouts without a reward.
+
+    The last bar's query has no upper end of its own.
+    """
+    kept = {name: value for name, value in filters.items() if name not in ("low", "reward")}
     values = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
-    found = bars_of(values)
-    counts = Counter(bar_of(value, [low for low, _ in found]) for value in values)
+    edges = _edges(values)
+    counts = Counter(max((at for at, edge in enumerate(edges) if edge <= value), default=0) for value in values)
+    is_exact = len(edges) == len(set(values))
     bars: list[Bin] = []
-    for number, (start, end) in enumerate(found):
+    for at, (start, end) in enumerate(zip(edges, [*edges[1:], None], strict=False)):
+        high = start if is_exact else max(values) if end is None else end
         query = {**kept, "low": repr(start), **({} if end is None else {"high": repr(end)})}
-        bars.append(Bin(low=start, high=max(values) if end is None else end, count=counts[number], query=query))
+        bars.append(Bin(low=start, high=high, count=counts[at], query=query))
     if missing := rewards.count(None):
         bars.append(Bin(low=None, high=None, count=missing, query={**kept, "reward": "none"}))
     return bars
 
 
-def bars_of(values: Sequence[float]) -> list[tuple[float, float | None]]:
-    """Return the ends of bars of equal width that hold the given finite values; the last bar has no upper end."""
-    if not values:
-        return []
-    low, high = min(values), max(values)
-    edges = [low * (1 - index / _BINS) + high * (index / _BINS) for index in range(_BINS)] if low < high else [low]
-    return list(zip(edges, [*edges[1:], None], strict=True))
-
-
-def bar_of(value: float, edges: Sequence[float]) -> int:
-    """Return the number of a value's bar: the last one whose lower end is at or below the value, else the first."""
-    return max((index for index, edge in enumerate(edges) if edge <= value), default=0)
+def _edges(values: Sequence[float]) -> list[float]:
+    """Return the lower ends of the bars for some finite rewards."""
+    distinct = sorted(set(values))
+    if len(distinct) <= _FEW:
+        return distinct
+    low, high = distinct[0], distinct[-1]
+    return [low * (1 - index / _BINS) + high * (index / _BINS) for index in range(_BINS)]
