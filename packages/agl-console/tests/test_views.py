@@ -370,7 +370,26 @@ async def test_learning_says_what_to_change_with_its_evidence(opened: Open) -> N
     assert "What to change" in page
     assert "50% of the rollouts have an answer that was cut at a limit of tokens" in page
     async with opened() as client:
-        assert "What to change" not in await text_of(client, "/runs/sums")
+        page = await text_of(client, "/runs/sums")
+    assert ("What to change" in page, "Nothing to change was found, and no alert was raised." in page) == (False, True)
+
+
+async def test_advice_on_silent_groups_names_their_reward_and_its_lowest_part(opened: Open) -> None:
+    def graded(recorder: Recorder, *, reward: float, **_: Any) -> None:
+        parts = {"form": 1.0, "exact": float(reward == 1)}
+        recorder.add("grade", reward=Reward(value=reward, dimensions=parts, source="evaluator"))
+
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="dumb"))
+    place = {"experiment": "dumb", "algorithm": "grpo"}
+    await store.log_metrics([Metric(**place, step=n, name="silent_share", value=2 / 3) for n in (1, 2, 3)])
+    for number, reward in enumerate((0.1, 0.1, 0.1, 0.1, 0.1, 1.0)):
+        name = f"dumb-1-grpo-train-00003-0000{number // 2}-00{number % 2}"
+        await record(store, name, experiment="dumb", reward=reward, group=f"task-{number // 2}", spans=graded, step=3)
+    async with opened(store) as client:
+        (found,) = (await data_of(client, "/runs/dumb"))["suggestions"]
+    ending = "; in step 3, 2 of 3 tasks got one reward, mostly 0.1, and exact is 0 in 5 of 6 rollouts"
+    assert ("silent-groups", True) == (found["rule"], found["evidence"].endswith(ending))
 
 
 async def test_step_of_the_table_leads_to_its_rollouts(opened: Open) -> None:

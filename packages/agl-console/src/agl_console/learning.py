@@ -9,7 +9,7 @@ from agl.schemas import Record
 from agl_console.figures import REWARD, Figure, Goal, Mark, derived, figure_of, goal_of
 from agl_console.reading import run_of
 from agl_console.runs import best_version, has_failures, is_made_by, rewards_of, status_of
-from agl_inspect.advice.suggestions import Suggestion, read_alerts, suggestions_of
+from agl_inspect.advice.suggestions import Suggestion, read_alerts, suggestions_in
 from agl_inspect.records.metrics import experiment_step
 from agl_inspect.records.state import load_settings
 from agl_inspect.rollouts.step_tallies import StepTally, read_tallies
@@ -163,7 +163,7 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
         live=record.live,
         best=best,
         has_failures=await has_failures(store, name),
-        suggestions=suggestions_of(logged),
+        suggestions=await suggestions_in(store, logged),
         goal=goal_of({name: logged}, chosen.goal),
         rewards=rewards and replace(rewards, marks=await marks_of(store, record, logged, best)),
         health=[figures[key] for key in HEALTH if key in figures and key not in constants],
