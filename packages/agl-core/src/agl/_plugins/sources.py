@@ -2,8 +2,9 @@
 
 import os
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
-from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, distribution, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 
 from agl._hookspecs import PROJECT
 from agl.errors import BrokenPluginError
@@ -76,8 +77,8 @@ def _all(_: tuple[tuple[str, int], ...]) -> list[tuple[Source, EntryPoint]]:
     return _read(entry_points())
 
 
-def _read(points: EntryPoints) -> list[tuple[Source, EntryPoint]]:
-    found = [(_source_of(point), point) for point in points.select(group=PROJECT)]
+def _read(points: Iterable[EntryPoint]) -> list[tuple[Source, EntryPoint]]:
+    found = [(_source_of(point), point) for point in points if point.group == PROJECT]
     return sorted(found, key=lambda pair: (pair[0].name, pair[0].distribution))
 
 
