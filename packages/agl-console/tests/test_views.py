@@ -49,6 +49,8 @@ from agl_console.server import make_app
 from agl_console.tokens import TokensFilter, tokens_view
 from agl_console.versions import VERSIONS
 from agl_console.vocabulary import Vocabulary
+from agl_inspect.records.validations import Validation, validations_of
+from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, add_tallies
 from agl_inspect.rollouts.turns import tone_of
 from agl_store_sqlite._store import SQLiteStore
 
@@ -1096,6 +1098,67 @@ async def test_group_says_where_a_rollout_first_differs(opened: Open, other: str
     assert data["first"] == (found and found["call"])
 
 
+async def test_rollouts_whose_spans_cannot_be_read_are_not_compared_and_are_no_agent(opened: Open) -> None:
+    def lost(recorder: Recorder, **_: Any) -> None:
+        recorder.add(semconv.UNREADABLE, status="error", status_message="the stored span cannot be read")
+
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="parts"))
+    for number in range(2):
+        await record(store, f"r-{number}", spans=lost, group="same", experiment="parts")
+    async with opened(store) as client:
+        page = await text_of(client, "/group?experiment=parts&group=same")
+        rollout, agents = await text_of(client, "/rollouts/r-0"), await data_of(client, "/runs/parts/agents")
+    assert "2 rollouts cannot be compared" in page
+    assert "All make the same calls" not in page
+    assert "No model call was recorded" not in rollout
+    assert "1 span cannot be read. Another version of agl wrote it" in rollout
+    assert [] == agents["agents"]
+
+
+async def test_answer_cut_off_at_the_token_limit_says_so_and_is_found(opened: Open) -> None:
+    def cut(recorder: Recorder, **_: Any) -> None:
+        made = call(1, prompt=[1], answer=[2], version="v", messages=WORDS["messages"], said="SELECT")
+        recorder.add("chat", call=replace(made, finish_reason="length"))
+
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="parts"))
+    await record(store, "r-0", spans=cut, experiment="parts")
+    await record(store, "r-1", experiment="parts")
+    async with opened(store) as client:
+        page = await text_of(client, "/rollouts/r-0")
+        found = await data_of(client, "/rollouts?reject=cut_off")
+        agents = await data_of(client, "/runs/parts/agents")
+    assert '<span class="bad">cut off at the token limit</span>' in page
+    assert ["r-0"] == [row["rollout_id"] for row in found["rollouts"]]
+    assert ["with a call cut off at the token limit"] == [each["words"] for each in found["picked"]]
+    assert 1 == agents["cut_off"]
+
+
+async def test_empty_list_of_rollouts_says_which_filter_finds_nothing(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="sums"))
+    agents = (AgentTally(agent="check"), AgentTally(agent="write"))
+    tallies = [StepTally(algorithm="grpo", step=1, mode="train", rollouts=2, agents=agents)]
+    await add_tallies(store, ExperimentRecord(name="sums"), tallies)
+    for number, reward in enumerate((0.0, 1.0)):
+        await record(store, f"sums-1-grpo-train-00001-0000{number}-000", reward=reward, group=f"task-{number}")
+    async with opened(store) as client:
+
+        async def nothing(query: str) -> Any:
+            return (await data_of(client, f"/rollouts?experiment=sums&{query}"))["nothing"]
+
+        assert "agents here: check, write." in (await nothing("agent=agent:solve"))["words"]
+        assert "sft has no rollouts in this run" in (await nothing("algorithm=sft&step=2"))["words"]
+        failed = await nothing("status=failed")
+        low = await data_of(client, "/rollouts?experiment=sums&reward=low")
+        page = await text_of(client, "/rollouts?experiment=sums&algorithm=grpo&step=1")
+    assert ("1 with a reward of 0 or less", "low") == (failed["others"], failed["query"]["reward"])
+    assert [0.0] == [row["reward"] for row in low["rollouts"]]
+    assert "One rollout per task" in page
+    assert "side by side<" not in page
+
+
 async def test_calls_that_a_group_shares_are_shown_once(opened: Open) -> None:
     def said(*texts: str) -> Any:
         def fill(recorder: Recorder, **_: Any) -> None:
@@ -1384,6 +1447,29 @@ async def test_run_has_its_validation_curve_and_the_time_between_its_rewards(ope
     assert "3 min 20 s" in page
 
 
+async def test_run_whose_live_version_was_never_validated_is_not_measured_since(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="a", live={"lm": "a-1-sft-1"}))
+    await store.log_metrics(rewarded("a", "validate", [0.0]) + rewarded("a", "sft", [0.0]))
+    shelf = validations_of("a", 1)
+
+    async def shown(turn: int, version: str) -> tuple[Any, str]:
+        found = Validation(turn=turn, versions={"lm": version}, rewards=(0.0,) * 4, tasks="t")
+        await store.save_state(shelf.states({f"{turn:08d}": found}))
+        async with opened(store) as client:
+            data, page = await data_of(client, "/"), await text_of(client, "/")
+            assert "Steps to a reward" not in await text_of(client, "/runs/a")
+        return data["runs"][0]["now"], page
+
+    now, page = await shown(0, "a-1-initial")
+    assert now is None
+    assert "0 → <b>0</b> → not measured since" in page
+    now, page = await shown(1, "a-1-sft-1")
+    assert 4 == now["tasks"]
+    assert now["low"] < 0.001 < 0.4 < now["high"]
+    assert "now [0, 0.4899], 4 tasks" in page
+
+
 async def test_events_of_versions_are_marks_on_the_rewards(opened: Open) -> None:
     store, text = MemoryStore(), PromptTemplate(template="Answer.")
     logged = [replace(each, time=float(each.step)) for each in rewarded("a", "grpo", [0.1, 0.8, 0.2])]
@@ -1400,8 +1486,11 @@ async def test_events_of_versions_are_marks_on_the_rewards(opened: Open) -> None
     await store.save_state({}, experiment=ExperimentRecord(name="a", live={"style": "a-1-grpo-1"}))
     async with opened(store) as client:
         marks = (await data_of(client, "/runs/a"))["rewards"]["marks"]
+        page = await text_of(client, "/runs/a")
+    assert '1 published</span> <span class="key-best">1 highest score</span>' in " ".join(page.split())
+    assert "no alerts" in page
     assert [(2, "published"), (4, "best"), (6, "back")] == [(mark["place"], mark["kind"]) for mark in marks]
-    assert "best measured version, 0.8: style@a-1-grpo-2" == marks[1]["text"]
+    assert "highest score, 0.8 (fresh): style@a-1-grpo-2" == marks[1]["text"]
 
 
 async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open) -> None:
