@@ -74,7 +74,7 @@ def _folders() -> tuple[tuple[str, int], ...]:
 @lru_cache(maxsize=1)
 def _all(_: tuple[tuple[str, int], ...]) -> list[tuple[Source, EntryPoint]]:
     """Read all entry points, which are kept until a folder changes: that takes a file of every distribution."""
-    return _read(entry_points())
+    return _read(entry_points(group=PROJECT))
 
 
 def _read(points: Iterable[EntryPoint]) -> list[tuple[Source, EntryPoint]]:
