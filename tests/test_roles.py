@@ -1,6 +1,7 @@
 """Several agents of one program train apart: two policies, each by its own algorithm and credit, and a frozen model."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -239,6 +240,33 @@ def test_role_of_a_credit_that_matches_nobody_is_told(folder, server, caplog):
     assert 0 == result.exit_code, result.output
     setting = "credit of the algorithm 'writing': the role 'revise'"
     assert [f"{setting} matched none of the first rollouts; {SEEN}"] == warned(caplog)
+
+
+def test_role_of_a_credit_that_matches_calls_of_no_agent_is_not_reported(folder, server, caplog):
+    (folder / "nameless.py").write_text(re.sub(r"with agl\.operation\(.*\):", "if True:", AGENT))
+    file = folder / "experiment.toml"
+    file.write_text(f"""
+[experiment]
+agent = "nameless:solve"
+train = "train.jsonl"
+trust_agent_rewards = true
+
+[policy.writer]
+use = "served"
+base_url = "{server.base_url}"
+model = "m"
+aliases = ["gpt-*"]
+
+[[algorithm]]
+use = "learner"
+tunes = "writer"
+credit = {{ use = "role", params = {{ roles = {{ ".*" = {{ gamma = 0.5 }} }} }} }}
+params = {{ log = {json.dumps(str(folder / "log.jsonl"))} }}
+""")
+    result = CliRunner().invoke(cli, ["run", str(file)])
+    assert 0 == result.exit_code, result.output
+    assert [] == warned(caplog)
+    assert [("", "writer", value) for value in (0.0625, 0.125, 0.25, 0.5)] == trained(folder / "log.jsonl")[:4]
 
 
 PROMPTS = """

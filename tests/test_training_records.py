@@ -16,7 +16,7 @@ from agl_inspect.rollouts.step_tallies import StepTally, read_tallies
 from agl_run import Quiet, policy
 from agl_run.run.driver import Driver
 from agl_store_sqlite._store import SQLiteStore
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 from agl_testing.model_server import ScriptedModelServer
 from agl_testing.plugins import PluginFolder
 
@@ -104,7 +104,7 @@ def fit(plugin: Any, server: ScriptedModelServer, tmp_path: Path) -> Callable[..
 def why(tmp_path: Path) -> Callable[..., str]:
     def ask(place: str, *options: str) -> str:
         url = f"sqlite:///{tmp_path}/runs.db"
-        return run_agl("why", f"told-1-learner-train-{place}-000", "--store", url, *options, folder=tmp_path)
+        return invoke_agl("why", f"told-1-learner-train-{place}-000", "--store", url, *options, folder=tmp_path)
 
     return ask
 
@@ -174,8 +174,8 @@ def test_step_that_was_killed_is_told_from_the_one_that_repeated_it(
 def test_what_was_kept_goes_with_its_rollout(fit: Callable[..., Any], tmp_path: Path, why: Callable[..., str]) -> None:
     fit()
     url, copy = f"sqlite:///{tmp_path}/runs.db", f"sqlite:///{tmp_path}/copy.db"
-    run_agl("data", "copy", url, copy, folder=tmp_path)
-    told = run_agl("why", "told-1-learner-train-00001-00001-000", "--store", copy, folder=tmp_path)
+    invoke_agl("data", "copy", url, copy, folder=tmp_path)
+    told = invoke_agl("why", "told-1-learner-train-00001-00001-000", "--store", copy, folder=tmp_path)
     assert "row 0, credit 1, advantage 0.5" in told
 
     async def spans_of_removed() -> int:

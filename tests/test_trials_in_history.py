@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl, run_agl
 
 FILE = """
 [experiment]
@@ -40,14 +40,16 @@ def test_history_names_the_trials_of_each_version_and_its_experiment(folder: Pat
     assert "style: the trial uses the version sums-1-initial, which the experiment has reached" in said
     assert "--set experiment.name=NAME" in said
 
-    shown = run_agl("show", "style", "--store", "runs.db", folder=folder)
+    shown = invoke_agl("show", "style", "--store", "runs.db", folder=folder)
     assert (
         "- sums-dev-1-initial from -, given by the experiment sums-dev; trials: 2 rollouts of sums-dev\n"
         "- sums-dev-1-initial.2 from -, given by the experiment sums-dev; trials: 1 rollout of sums-dev\n"
         "- sums-1-initial from -, given by the experiment sums; trials: 1 rollout of sums-dev\n"
     ) in shown
-    listed = json.loads(run_agl("resources", "list", "style", "--store", "runs.db", "--json", folder=folder))
+    listed = json.loads(invoke_agl("resources", "list", "style", "--store", "runs.db", "--json", folder=folder))
     assert [("the experiment sums", "1 rollout of sums-dev")] == [
         (each["origin"], each["tried"]) for each in listed[2:]
     ]
-    assert "made by the experiment sums," in run_agl("resources", "show", "style", "--store", "runs.db", folder=folder)
+    assert "made by the experiment sums," in invoke_agl(
+        "resources", "show", "style", "--store", "runs.db", folder=folder
+    )

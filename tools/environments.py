@@ -61,7 +61,7 @@ def environment(
         _sweep(folder.parent)
     with FileLock(f"{folder}.lock"):
         if not (folder / DONE).exists():
-            _make(session, folder, [requirements, *([["--no-deps", *alone]] if alone else [])], program)
+            _make(session, folder, requirements, alone, program)
     return Environment(folder=folder)
 
 
@@ -92,7 +92,7 @@ def _sweep(folder: Path) -> None:
             environment.with_name(f"{environment.name}.lock").unlink(missing_ok=True)
 
 
-def _make(session: nox.Session, folder: Path, rounds: Sequence[Sequence[str]], program: str) -> None:
+def _make(session: nox.Session, folder: Path, requirements: Sequence[str], alone: Sequence[str], program: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     python = str(folder / "bin" / "python")
     if uv := find_uv():
@@ -101,9 +101,19 @@ def _make(session: nox.Session, folder: Path, rounds: Sequence[Sequence[str]], p
     else:
         session.run(program, "-m", "venv", str(folder), external=True)
         install = [python, "-m", "pip", "install", "-q"]
-    for words in rounds:
-        session.run(*install, *words, external=True)
-    (folder / DONE).write_text("\n".join(" ".join(words) for words in rounds) + "\n", encoding="utf-8")
+    # Packages of this checkout that are named on the command line, uv builds anew for each environment.
+    wanted = folder / "requirements.txt"
+    wanted.write_text(_lines(requirements), encoding="utf-8")
+    session.run(*install, "-r", str(wanted), external=True)
+    if alone:
+        session.run(*install, "--no-deps", *alone, external=True)
+    wanted.rename(folder / DONE)
+
+
+def _lines(requirements: Sequence[str]) -> str:
+    """Return requirements as the lines of a file, with whole paths, since pip and uv read others differently."""
+    whole = [str(ROOT / each) if each.startswith("packages/") else each for each in requirements]
+    return "".join(f"{each} " if each in ("-e", "-r") else f"{each}\n" for each in whole)
 
 
 def find_uv() -> str:

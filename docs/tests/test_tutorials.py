@@ -11,7 +11,7 @@ import pytest
 from docs.tests.conftest import INSTALL, Block, blocks_of
 
 FOLDER = Path(__file__).parents[1] / "tutorial"
-LIMITS = {"reward": 40, "tracer": 40, "store": 120, "algorithm": 40, "credit": 40}
+LIMITS = {"reward": 40, "tracer": 40, "store": 120, "algorithm": 40, "credit": 40, "modality": 60}
 """Lines of code that a plugin of each kind may have."""
 
 KINDS = [kind for kind in LIMITS if (FOLDER / f"{kind}.md").exists()]

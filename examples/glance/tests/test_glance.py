@@ -25,6 +25,23 @@ TINY = {
 }
 """Settings that make the experiment small enough for a test."""
 
+ONE = """
+[experiment]
+agent = "agent:solve"
+store = "sqlite:///out/one.db"
+train = "out/one.jsonl"
+hidden = ["letters"]
+
+[[reward]]
+use = "reward:Letters"
+
+[policy.glance-lm]
+use = "openai"
+base_url = "{url}"
+model = "any"
+api_key_env = ""
+"""
+
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -88,3 +105,16 @@ def test_experiment_runs_from_nothing(example: Path) -> None:
     assert ["glance-lm"] == list(result["resources"])
     assert 0.0 == next(m["value"] for m in metrics if (m["algorithm"], m["name"]) == ("grpo", "dropped_share"))
     assert "non_token_input" not in why
+
+
+def test_reward_counts_the_letters_of_each_turn(example: Path) -> None:
+    task = lines(example, "train")[0]
+    first, second, third = (task["letters"][at : at + 2] for at in (0, 2, 4))
+    (example / "out/one.jsonl").write_text(json.dumps(task), encoding="utf-8")
+    with ScriptedModelServer([Reply(text=text) for text in (first, f"{second[0]}?", f"{third}A")]) as server:
+        (example / "one.toml").write_text(ONE.format(url=server.base_url), encoding="utf-8")
+        run(example, "-m", "agl", "dev", "one.toml")
+
+    query = "select name, value from rewards"
+    found = run(example, "-m", "agl", "sql", query, "--csv", "--store", "sqlite:///out/one.db")
+    assert ["letters,0.5", "turn,1.0", "turn,0.5", "turn,0.0"] == found.split()[1:]

@@ -50,6 +50,7 @@ FOREIGN = [
     ("TimeoutError", "timed out"),
     ("OSError", "[Errno 24] Too many open files"),
     ("agent.ModelError", "the model did not answer: HTTP 503"),
+    ("agl.errors.AglError", "the judge gave no score: http://127.0.0.1:8000/v1 answered 429: slow down"),
     ("socket.gaierror", "[Errno -3] Temporary failure in name resolution"),
 ]
 

@@ -165,11 +165,15 @@ def test_teacher_with_another_processor_refuses_rows_with_pictures(folder: Path,
     assert "has another processor of pictures than the policy" in message
 
 
+@pytest.mark.parametrize("replay", [{}, {"replay_share": 0.5}])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_resumed_run_trains_on_pictures_as_an_uninterrupted_one(folder: Path, tmp_path: Path, algorithm: str) -> None:
-    whole = bench_of(folder, tmp_path / "whole", algorithm, steps=2)
-    asyncio.run(run(whole))
-    cut = bench_of(folder, tmp_path / "cut", algorithm, steps=2)
+def test_resumed_run_trains_on_pictures_as_an_uninterrupted_one(
+    folder: Path, tmp_path: Path, algorithm: str, replay: dict[str, float]
+) -> None:
+    whole = bench_of(folder, tmp_path / "whole", algorithm, steps=2, **replay)
+    reports = asyncio.run(run(whole))
+    assert bool(replay) == bool(reports[-1].metrics.get("rollouts_replayed"))
+    cut = bench_of(folder, tmp_path / "cut", algorithm, steps=2, **replay)
 
     async def one_step(state: Any) -> Any:
         async with cut:

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,10 +26,11 @@ from agl_algo_torch.learner.model import LoadedModel, load_model
 from agl_algo_torch.learner.packing import pack, packs_rows
 from agl_algo_torch.learner.pictures import Pictures, RowPictures, expanded
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.replay import ReplayBuffer
 from agl_algo_torch.learner.scoring import find_head
 from agl_algo_torch.learner.typed_torch import backward
 from agl_algo_torch.serving.policy import TorchPolicy
-from agl_objectives.settings import Compute, Lora, Optim
+from agl_objectives.settings import Compute, Lora, Optim, Replay
 from agl_vision.tiny import make_tiny
 
 from .seeing_world import Talk, blob
@@ -144,6 +146,30 @@ def test_logprobs_depend_on_the_picture(loaded: LoadedModel) -> None:
     other = replace(row, pictures=replace(row.pictures, blobs=blobs))
     found = recompute_logprobs(loaded.model, [row, other], token_budget=1, device=loaded.device)
     assert float((found[0] - found[1]).abs().max()) > 1e-4
+
+
+def test_saved_rollouts_get_their_pictures_back_or_are_dropped(loaded: LoadedModel, tmp_path: Path) -> None:
+    modality = loaded.modality
+    assert modality is not None
+    rows = [replace(row, advantages=row.mask.float()) for row in (dialogue(loaded, count) for count in (0, 1, 2))]
+    store, kept = MemoryStore(), ReplayBuffer("grpo", Replay(share=0.5))
+    asyncio.run(store.save_blobs([picture(0, size=(8, 16))]))  # the second one of the last rollout is gone
+    kept.pool.take("v1", own=1)
+    kept.add("v1", rows, uses={row.rollout: () for row in rows})
+    kept.save(tmp_path, step=1, keep=2)
+
+    def restored(modality: Any) -> list[RowSample]:
+        pictures, found = Pictures(modality), ReplayBuffer("grpo", Replay(share=0.5))
+
+        async def shown(spans: Any) -> Pictures:
+            await pictures.read(store, spans)
+            return pictures
+
+        asyncio.run(found.load(tmp_path, step=1, shown=shown))
+        return found.pool.rows
+
+    assert [row.pictures for row in rows[:2]] == [row.pictures for row in restored(modality)]
+    assert [rows[0].rollout] == [row.rollout for row in restored(SimpleNamespace(processor="another"))]
 
 
 def call(loaded: LoadedModel, blobs: list[Blob], *, answer: str = "ok", number: int = 0) -> Transition:

@@ -15,7 +15,7 @@ import pytest
 from agl.contracts import RolloutQuery
 from agl_objectives.groups import DROPPED
 from agl_store_sqlite._store import SQLiteStore
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,4 +120,4 @@ def test_a_run_killed_while_it_refills_draws_and_trains_what_an_unharmed_one_doe
     assert silent
 
     monkeypatch.setenv("AGL_SECRET", "x" * 32)
-    assert f"did not train: {DROPPED}" in run_agl("why", silent[0], "--store", "runs.db", folder=killed)
+    assert f"did not train: {DROPPED}" in invoke_agl("why", silent[0], "--store", "runs.db", folder=killed)

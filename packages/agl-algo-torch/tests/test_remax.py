@@ -22,7 +22,7 @@ from agl_objectives.groups import GREEDY, NO_BASELINE, baseline_of
 from agl_objectives.registry import find_estimator
 from agl_run import Quiet, policy
 from agl_store_sqlite._store import SQLiteStore
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -207,7 +207,7 @@ def test_an_experiment_asks_its_policy_greedily_whatever_the_agent_asks(
         (call.sampling.temperature, call.sampling.top_p) for name in calls.keys() - greedy for call in calls[name]
     }
     assert trained <= calls.keys() - greedy
-    said = run_agl("why", sorted(greedy)[0], "--store", "runs.db", folder=tmp_path)
+    said = invoke_agl("why", sorted(greedy)[0], "--store", "runs.db", folder=tmp_path)
     assert f"did not train: {GREEDY}" in said
     # The likeliest tokens, one by one.
     from agl_algo_torch.learner.model import load_model

@@ -23,7 +23,7 @@ from agl_algo_torch.ppo import PPO
 from agl_objectives.settings import Replay
 from agl_run import Quiet, policy
 from agl_store_sqlite._store import SQLiteStore
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -85,6 +85,10 @@ def buffer(*, share: float = 0.5, bound: float = 2.0, max_staleness: int = 2) ->
 
 def uses(*rollouts: str) -> dict[str, tuple[CallUse, ...]]:
     return {name: (CallUse(span_id=f"{name}/0", row=0), CallUse(span_id=f"{name}/1", note="cut")) for name in rollouts}
+
+
+async def no_pictures(spans: Any) -> None:
+    raise AssertionError("there are no pictures")
 
 
 def names(found: Any) -> list[str]:
@@ -157,7 +161,7 @@ def test_a_saved_buffer_goes_on_as_if_it_had_not_been_saved(tmp_path: Path) -> N
     one.pool.take("v1", own=1)
     one.pool.add("v1", [row("a"), row("a", advantage=-2.0), row("b")], uses=uses("a", "b"))
     one.save(tmp_path, step=1, keep=2)
-    two.load(tmp_path, step=1)
+    asyncio.run(two.load(tmp_path, step=1, shown=no_pictures))
     first, second = one.pool.take("v2", own=1), two.pool.take("v2", own=1)
     assert (names(first), first.uses(bound=2.0)) == (names(second), second.uses(bound=2.0))
     for left, right in zip(first.rows, second.rows, strict=True):
@@ -262,9 +266,9 @@ def test_agl_why_names_both_steps_that_trained_on_a_rollout(
             await store.close()
 
     rollout = asyncio.run(first())
-    told = run_agl("why", rollout, "--store", "runs.db", folder=tmp_path)
+    told = invoke_agl("why", rollout, "--store", "runs.db", folder=tmp_path)
     assert "grpo, step 1: trained on 1 of 1 call" in told
     assert "grpo, step 2: trained on 1 of 1 call; replayed 1 version later" in told
     assert "not saved" not in told
-    found = json.loads(run_agl("why", rollout, "--store", "runs.db", "--json", folder=tmp_path))
+    found = json.loads(invoke_agl("why", rollout, "--store", "runs.db", "--json", folder=tmp_path))
     assert [True, True] == [step["is_saved"] for step in found["training"]]

@@ -23,7 +23,7 @@ from agl_objectives import uses
 from agl_objectives.registry import find_estimator
 from agl_run import Quiet, policy
 from agl_store_sqlite._store import SQLiteStore
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -173,7 +173,10 @@ def test_agl_why_prints_what_each_algorithm_of_an_experiment_did(
         by_text[rollout.task["text"]].append(rollout.rollout_id)
 
     easy = [why(rollout_id, tmp_path) for rollout_id in by_text["easy"]]
-    assert all("grpo, step 1: trained on 2 of 2 calls; no gradient: every advantage" in each for each in easy)
+    assert all(
+        "grpo, step 1: 2 of 2 calls could train, none changed the model; no gradient: every advantage" in each
+        for each in easy
+    )
     assert all(
         2 == each.count("row 0, credit 1, advantage 0") + each.count("row 1, credit 1, advantage 0") for each in easy
     )
@@ -185,12 +188,12 @@ def test_agl_why_prints_what_each_algorithm_of_an_experiment_did(
     assert [hard["reward"]] * 2 == [call["credit"] for call in steps["grpo"]["calls"]]
     assert [True, True] == [steps["grpo"]["is_saved"], steps["rft"]["is_saved"]]
     fails = why(by_text["fails"][0], tmp_path)  # its answers were cut, so it counts as one that ran out of tokens
-    assert "grpo, step 1: trained on 2 of 2 calls; no gradient" in fails
+    assert "grpo, step 1: 2 of 2 calls could train, none changed the model; no gradient" in fails
     assert "did not train: its rollout is not among those that are imitated" in fails
 
 
 def why(rollout_id: str, folder: Path, *options: str) -> str:
-    return run_agl("why", rollout_id, "--store", "runs.db", *options, folder=folder)
+    return invoke_agl("why", rollout_id, "--store", "runs.db", *options, folder=folder)
 
 
 async def _rollouts(url: str) -> Any:

@@ -73,5 +73,6 @@ def test_shared_clients_work_in_every_rollout_of_every_run(
     check_repeats(make(client), model_server, tracers=["autogen"], gateway=gateway, folder=tmp_path, calls=2)
 
 
+@pytest.mark.long
 def test_an_agent_in_processes_is_recorded_under_its_names(model_server: ScriptedModelServer, tmp_path: Path):
     check_processes(PROGRAM, model_server, tracer="autogen", agents=("calc",), folder=tmp_path)

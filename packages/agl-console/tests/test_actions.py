@@ -266,14 +266,57 @@ async def test_late_reward_decides_and_keeps_its_words(desk: Any) -> None:
         assert "<b>fine</b>\nreally" == span.reward.feedback
 
 
+async def test_note_without_a_reward_stands_with_the_rollout_and_its_tags_filter(desk: Any) -> None:
+    async with desk() as here:
+        await here.sign_in()
+        form = await here.form("rate", rollout="over", comment="asks twice #loop")
+        for _ in range(2):
+            status, page = await here.post("/actions/rate", {k: html.unescape(v) for k, v in form.items()})
+            assert (200, True) == (status, "over has the note" in page)
+        assert [] == await here.store.spans("over")
+        assert 1 == len(await here.store.spans("over", attempt_id=""))
+
+        async def page_of(address: str) -> str:
+            return html.unescape(await (await here.client.get(address)).text())
+
+        for address in ("/rollouts/over", "/rollouts", "/rollouts?note=%23LOOP"):
+            assert 'asks twice <a href="/rollouts?experiment=lab&note=%23loop">#loop</a>' in await page_of(address)
+        assert "No rollout fits" in await page_of("/rollouts?note=%23other")
+        assert "recorded from outside" not in await page_of("/rollouts/over")
+
+
+async def test_note_alone_needs_no_second_page_and_gives_no_reward(desk: Any) -> None:
+    async with desk() as here:
+        await here.sign_in()
+        form = await here.form("rate", rollout="over")
+        filled = {**form, "comment": "asks twice", "value": "1", "alone": "comment"}
+        assert 403 == (await here.post("/actions/rate", {**filled, "rollout": "waits"}))[0]
+        assert 403 == (await here.post("/actions/rate", {**filled, "alone": "value"}))[0]
+        status, page = await here.post("/actions/rate", filled)
+        assert (200, True) == (status, "over has the note" in page)
+        assert [] == await here.store.spans("over")
+        assert 1 == len(await here.store.spans("over", attempt_id=""))
+
+
+async def test_note_with_a_reward_is_its_feedback_too(desk: Any) -> None:
+    async with desk() as here:
+        await here.sign_in()
+        status, page = await here.act("rate", rollout="over", value="0", comment="wrong #tool")
+        assert (200, True) == (status, "the reward that counts is 0" in page)
+        (reward,) = await here.store.spans("over")
+        (note,) = await here.store.spans("over", attempt_id="")
+        assert ("wrong #tool", "wrong #tool") == (reward.reward.feedback, note.attributes["agl.message"])
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "expected"),
     [
         ("rate", {"rollout": "over", "value": "nan"}, "finite number"),
-        ("rate", {"rollout": "over", "value": "good"}, "Expected `float`"),
+        ("rate", {"rollout": "over", "value": "good"}, "Expected `float | null`"),
         ("rate", {"rollout": "queued", "value": "1"}, "once it is finished"),
         ("rate", {"rollout": "nobody", "value": "1"}, "unknown rollout 'nobody'"),
         ("rate", {}, "lacks rollout"),
+        ("rate", {"rollout": "over", "name": "taste"}, "give a reward, a note, or both"),
         ("promote", {"name": "style", "version": "v9", "label": "production"}, "unknown version 'style@v9'"),
         ("promote", {"name": "style", "version": "v1", "label": "production"}, "points at 'v1' already"),
         ("promote", {"name": "style", "version": "v1", "label": "a/b"}, "may hold letters"),

@@ -15,7 +15,7 @@ import pytest
 
 import agl
 from agl_run import Quiet
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 
 
 async def solve(task: dict[str, float]) -> float:
@@ -60,8 +60,8 @@ def test_console_serves_the_only_store_on_a_free_port_until_an_interrupt(
 
 @pytest.mark.long
 def test_view_is_printed_as_json(recorded: Path) -> None:
-    (run,) = json.loads(run_agl("console", "--json", "/", folder=recorded))["runs"]
-    found = json.loads(run_agl("console", "runs/agl.db", "--json", "/rollouts?low=0.5", folder=recorded))
+    (run,) = json.loads(invoke_agl("console", "--json", "/", folder=recorded))["runs"]
+    found = json.loads(invoke_agl("console", "runs/agl.db", "--json", "/rollouts?low=0.5", folder=recorded))
     assert ("halves", "finished") == (run["name"], run["status"])
     assert ["halves-1-validate-val-00000-00001-000"] == [row["rollout_id"] for row in found["rollouts"]]
 
@@ -69,12 +69,12 @@ def test_view_is_printed_as_json(recorded: Path) -> None:
 @pytest.mark.long
 def test_store_may_be_named_as_other_commands_name_it(recorded: Path, tmp_path: Path) -> None:
     path = str(recorded / "runs/agl.db")
-    (run,) = json.loads(run_agl("console", "--store", path, "--json", "/", folder=tmp_path))["runs"]
+    (run,) = json.loads(invoke_agl("console", "--store", path, "--json", "/", folder=tmp_path))["runs"]
     assert "halves" == run["name"]
-    run_agl("console", "--store", path, "export", "halves", folder=tmp_path)
+    invoke_agl("console", "--store", path, "export", "halves", folder=tmp_path)
     assert (tmp_path / "halves.html").is_file()
     with pytest.raises(AssertionError, match="name two stores; give one"):
-        run_agl("console", path, "--store", path, folder=tmp_path)
+        invoke_agl("console", path, "--store", path, folder=tmp_path)
 
 
 @pytest.mark.long
@@ -87,8 +87,8 @@ def test_store_behind_a_gateway_has_the_same_views(recorded: Path, monkeypatch: 
         assert url is not None
         of_run = ("/runs/halves", "/runs/halves/agents", "/runs/halves/system")
         for address in ("/", *of_run, "/rollouts?low=0.5", "/rollouts/latest", "/versions"):
-            here = run_agl("console", "runs/agl.db", "--json", address, folder=recorded)
-            assert here == run_agl("console", url[0], "--json", address, folder=recorded)
+            here = invoke_agl("console", "runs/agl.db", "--json", address, folder=recorded)
+            assert here == invoke_agl("console", url[0], "--json", address, folder=recorded)
         process.terminate()
 
 
@@ -102,16 +102,18 @@ def test_store_in_the_memory_of_a_running_server_has_its_views(tmp_path: Path, m
         assert url is not None
         trainer = agl.Trainer(name="halves", store=url[0], folder=tmp_path, gateway="none", progress=Quiet())
         trainer.fit(solve, val_dataset=[{"n": 0.0}, {"n": 1.0}])
-        (run,) = json.loads(run_agl("console", url[0], "--json", "/", folder=tmp_path))["runs"]
-        newest = json.loads(run_agl("console", url[0], "--json", "/rollouts/latest", folder=tmp_path))
+        (run,) = json.loads(invoke_agl("console", url[0], "--json", "/", folder=tmp_path))["runs"]
+        newest = json.loads(invoke_agl("console", url[0], "--json", "/rollouts/latest", folder=tmp_path))
         process.terminate()
     assert ("halves", "finished", 2) == (run["name"], run["status"], run["rollouts"])
     assert newest["rollout_id"].startswith("halves-1-validate-val-")
 
 
 def test_run_is_exported_as_one_file_that_refers_to_nothing(recorded: Path) -> None:
-    assert "halves in other.html\n" == run_agl("console", "export", "halves", "--output", "other.html", folder=recorded)
-    assert "halves in halves.html\n" == run_agl("console", "runs/agl.db", "export", "halves", folder=recorded)
+    assert "halves in other.html\n" == invoke_agl(
+        "console", "export", "halves", "--output", "other.html", folder=recorded
+    )
+    assert "halves in halves.html\n" == invoke_agl("console", "runs/agl.db", "export", "halves", folder=recorded)
     page = (recorded / "halves.html").read_text(encoding="utf-8")
     assert "validate" in page
     assert not re.search(r"<(a|img|link)\s|\ssrc=|\shref=", page)
@@ -133,7 +135,7 @@ def test_run_is_exported_as_one_file_that_refers_to_nothing(recorded: Path) -> N
 )
 def test_mistake_is_answered_with_what_to_do(recorded: Path, words: tuple[str, ...], expected: str) -> None:
     with pytest.raises(AssertionError) as refused:
-        run_agl("console", *words, folder=recorded)
+        invoke_agl("console", *words, folder=recorded)
     assert expected in str(refused.value)
     assert "Traceback" not in str(refused.value)
 
@@ -143,7 +145,7 @@ def test_port_that_is_taken_is_named(recorded: Path) -> None:
     with serving(recorded) as (_, said):
         port = said.partition("127.0.0.1:")[2].partition("/")[0]
         with pytest.raises(AssertionError, match=f"cannot listen on 127.0.0.1 port {port}"):
-            run_agl("console", "--port", port, folder=recorded)
+            invoke_agl("console", "--port", port, folder=recorded)
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from agl.errors import ConfigError
 from agl.schemas import ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
 from agl_console.vocabulary import Vocabulary
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 
 from .conftest import Open
 from .records import Recorder, rollout_name, team
@@ -52,7 +52,7 @@ def test_tokens_of_a_view_have_their_texts(filled: Path, tmp_path: Path) -> None
     written(tmp_path, {"model": {"vocab": {"<script>": 100, "▁b": 101}}})
     address = f"/rollouts/{rollout_name(0)}/tokens?row=1"
     words = ("console", str(filled), "--tokenizer", str(tmp_path), "--json", address)
-    cells = json.loads(run_agl(*words, folder=tmp_path))["cells"]
+    cells = json.loads(invoke_agl(*words, folder=tmp_path))["cells"]
     assert ["<script>", " b", ""] == [cell["text"] for cell in cells[:3]]
 
 

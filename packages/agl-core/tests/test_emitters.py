@@ -236,19 +236,20 @@ def test_operation_decorates_functions(recorder: SpanRecorder):
 
 def test_operation_decorates_coroutines_that_run_at_once(recorder: SpanRecorder):
     @operation("wait")
-    async def wait(seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        emit_message(str(seconds))
+    async def wait(turns: int) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        emit_message(str(turns))
 
     async def run() -> None:
         async with operation("both") as both:
-            await asyncio.gather(wait(0.02), wait(0.01))
+            await asyncio.gather(wait(2), wait(1))
             assert both.span_id is not None
 
     asyncio.run(run())
     spans = {span.span_id: span for span in recorder.drain()}
     messages = [span for span in spans.values() if span.name == "message"]
-    assert ["0.01", "0.02"] == [span.attributes[semconv.MESSAGE] for span in messages]
+    assert ["1", "2"] == [span.attributes[semconv.MESSAGE] for span in messages]
     assert ["wait", "wait"] == [spans[span.parent_id or ""].name for span in messages]
     assert len({span.parent_id for span in messages}) == 2
 

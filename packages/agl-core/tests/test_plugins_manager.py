@@ -88,6 +88,12 @@ def test_installed_plugins_load_in_order_of_name(install_plugin):
         del agl.order  # type: ignore[attr-defined]
 
 
+def test_plugins_that_are_installed_one_after_the_other_are_found(install_plugin):
+    for name in ("first", "second"):
+        install_plugin(f"agl-{name}", PLUGIN.format(name=name, factory="math:sqrt"), entry=name)
+        assert name in [status.name for status in PluginManager.from_environment().status()]
+
+
 def test_status_tells_distribution_version_and_components(install_plugin):
     install_plugin("agl-toy", PLUGIN.format(name="contains", factory="math:sqrt"), entry="toy", version="3.2")
     found = {status.name: status for status in PluginManager.from_environment().status()}["toy"]

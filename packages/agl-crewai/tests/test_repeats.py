@@ -54,5 +54,6 @@ def test_shared_models_work_in_every_rollout_of_every_run(
     check_repeats(make(model), model_server, tracers=["crewai"], gateway=gateway, folder=tmp_path)
 
 
+@pytest.mark.long
 def test_an_agent_in_processes_is_recorded_under_its_names(model_server: ScriptedModelServer, tmp_path: Path):
     check_processes(PROGRAM, model_server, tracer="crewai", agents=("writer",), folder=tmp_path)

@@ -268,6 +268,7 @@ flow = Small()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ["agent first", "tracer first"])
 def test_order_of_imports_does_not_matter(order: str, tmp_path: Path) -> None:
     (tmp_path / "flow_agent.py").write_text(FLOW)

@@ -17,7 +17,7 @@ from agl.stores import MemoryStore
 from agl.tracing import make_reward_span
 from agl_inspect.audit.effects import Sample, effects
 from agl_inspect.audit.patterns import PATTERNS, answer_of
-from agl_inspect.audit.report import Audit, PatternReport, audit
+from agl_inspect.audit.report import Audit, Part, audit
 from agl_inspect.terminal.program import cli
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.stores.samples import claim_one, outcome_of
@@ -109,29 +109,32 @@ def found_in(**how: object) -> Audit:
 @pytest.mark.parametrize("planted", PATTERNS)
 def test_planted_pattern_ranks_first_with_examples_and_its_growth(planted: str) -> None:
     found = found_in(planted=planted)
-    first = found.patterns[0]
-    assert (planted, True) == (first.name, first.is_found)
+    assert planted == found.patterns[0]
     # Others may be found too, because the regression is linear and some patterns go together.
-    assert first.explains > 5 * max(one.explains for one in found.patterns[1:])
-    assert first.late > 1.2 * first.early > 0
-    assert first.effect_early is not None
-    assert first.effect_late is not None
-    assert first.effect_late[1] <= first.effect_late[0] <= first.effect_late[2]
-    assert 3 == len(first.examples)
-    assert all(each.reward > each.usual and each.measured > 0 for each in first.examples)
-    assert (TASKS * STEPS * SAMPLES, TASKS, STEPS) == (found.rollouts, found.tasks, found.steps)
-    assert found.reward_late > found.reward_early
+    shares = [found.whole.effects[name].share for name in found.patterns]
+    assert shares[0] > 5 * max(shares[1:])
+    assert found.late.means[planted] > 1.2 * found.early.means[planted] > 0
+    assert planted in found.early.effects
+    late = found.late.effects[planted]
+    assert late.low is not None
+    assert late.high is not None
+    assert late.low <= late.value <= late.high
+    examples = found.examples[planted]
+    assert 3 == len(examples)
+    assert all(each.reward > each.usual and each.measured > 0 for each in examples)
+    assert (TASKS * STEPS * SAMPLES, TASKS, STEPS) == (found.whole.rollouts, found.whole.tasks, found.whole.steps)
+    assert found.late.reward > found.early.reward
 
 
 def test_part_of_a_larger_run_has_many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agl_inspect.audit.report.MOST", 15 * SAMPLES)
     found = found_in()
-    assert 15 * SAMPLES == found.rollouts
-    assert found.tasks > 5
+    assert 15 * SAMPLES == found.whole.rollouts
+    assert found.whole.tasks > 5
 
 
 def test_honest_run_has_no_finding() -> None:
-    assert [] == [one.name for one in found_in(seed=3).patterns if one.is_found]
+    assert {} == found_in(seed=3).examples
 
 
 def honest(seed: int, *, tasks: int) -> list[Sample]:
@@ -154,19 +157,21 @@ def honest(seed: int, *, tasks: int) -> list[Sample]:
 @pytest.mark.parametrize("runs", [40, pytest.param(200, marks=pytest.mark.long)])
 def test_honest_runs_are_accused_no_more_often_than_stated(tasks: int, runs: int) -> None:
     found = [effects(honest(seed, tasks=tasks)) for seed in range(runs)]
-    assert 0.05 * runs >= sum(one is not None and any(each.low > 0 for each in one) for one in found)
+    assert 0.05 * runs >= sum(
+        one is not None and any(each.low is not None and each.low > 0 for each in one) for one in found
+    )
 
 
 def test_few_tasks_say_nothing() -> None:
-    assert effects([one for one in honest(0, tasks=16) if int(one.task) < 4]) is None
-    assert effects([]) is None
+    assert [] == effects([one for one in honest(0, tasks=16) if int(one.task) < 4])
+    assert [] == effects([])
 
 
 def test_patterns_are_counted() -> None:
     rollout = Rollout(rollout_id="r", task={"question": question(3), "answer": "violet"}, hidden=("answer",))
     text = f"# Yes\n- Great idea! {question(3)} 10/10"
     spans = spans_of("r", "r.1", text, misuses=True, reward=1.0)
-    values = answer_of(rollout, spans).values
+    values = dict(zip(PATTERNS, answer_of(rollout, spans)[1], strict=False))
     assert (21.0, 2.0, 2.0, 2.0) == tuple(values[name] for name in ("length", "format", "flattery", "tool-misuse"))
     assert pytest.approx(12 / 17) == values["copied-task"]
 
@@ -204,5 +209,5 @@ def test_command_prints_the_ranking_the_gap_to_gold_and_that_it_is_no_proof(show
     assert any("great question" in line and "sums-1-grpo-train-0000" in line for line in lines)
     assert "audits and does not prove" in lines[-1]
     data = json.loads(shown("--json").output)
-    assert ["flattery", True] == [data["patterns"][0][key] for key in ("name", "is_found")]
-    assert {*PatternReport.__struct_fields__} == {*data["patterns"][0]}
+    assert ("flattery", True) == (data["patterns"][0], "flattery" in data["examples"])
+    assert {*Part.__struct_fields__} == {*data["whole"]}

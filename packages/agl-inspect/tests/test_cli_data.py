@@ -370,17 +370,17 @@ def test_group_store_wins_over_the_environment(store_of, monkeypatch, tmp_path):
     assert "removed 1 rollout\n" == invoke("runs", "rm", "--store", "runs/agl.db", "ro-calc-000").output
 
 
-def test_show_prints_the_tree(store_of):
+def test_show_prints_the_conversation_and_then_the_spans(store_of):
     store_of(fill, 1)
-    printed = invoke("show", "ro-calc-000").output.splitlines()
-    lines = [line for line in printed if not line.startswith(" ") or line.lstrip().startswith("- ")]
-    assert lines[0] == "ro-calc-000: succeeded, train, experiment calc"
+    lines = invoke("show", "ro-calc-000").output.splitlines()
+    assert lines[0] == "ro-calc-000: succeeded, train, experiment calc, reward 0.75"
     assert lines[2].startswith("attempt 1: succeeded, by w")
-    start = next(index for index, line in enumerate(lines) if line.startswith("- "))
-    assert lines[start].startswith("- invoke_agent solver, agent solver")
-    assert lines[start + 1].startswith("  - chat main_llm, main_llm, 3 + 2 tokens, stop")
-    assert "ERROR 500 overloaded" in lines[start + 3]
-    assert "- reward, reward 0.75 by evaluator" == lines[start + 4]
+    talk, line = lines[3 : lines.index("")], lines[lines.index("") + 1 :]
+    assert talk[0].startswith("solver / invoke_agent solver main_llm, 3 + 2 tokens, stop")
+    assert any("ERROR 500 overloaded" in each for each in talk)
+    assert ["reward", "  reward 0.75 by evaluator"] == talk[-2:]
+    names = ["invoke_agent solver", "  chat main_llm", "  chat main_llm", "  chat main_llm", "reward"]
+    assert names == [each[21:] for each in line[1:]]
 
 
 def counted_call(claim: Claim) -> Span:

@@ -72,6 +72,15 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     return use
 
 
+async def rate(rollout_id: str, *, at: int) -> None:
+    """Append a person's reward to a rollout that has finished."""
+    store = SQLiteStore("sqlite:///runs/agl.db")
+    ids = {"rollout_id": rollout_id, "attempt_id": f"{rollout_id}.1", "span_id": "f" * 16}
+    reward = Reward(value=1.0, source="human")
+    await store.append_spans([Span(**ids, name="evaluate", start_ns=at, end_ns=at, reward=reward)])
+    await store.close()
+
+
 def span(claim: Claim, number: int, **fields: Any) -> Span:
     ids = {"rollout_id": claim.rollout.rollout_id, "attempt_id": claim.attempt.attempt_id}
     return Span(**ids, **{"span_id": f"{number:016d}", "start_ns": number, "end_ns": number, **fields})
@@ -96,8 +105,50 @@ def test_show_prints_each_message_of_a_conversation_once(record: Callable[..., N
     record(chat(1, [ASKED], CALLED), chat(2, [ASKED, {**CALLED, "content": ""}, SAID], {"content": "It is 5."}))
     lines = shown()
     assert 1 == lines.count("user: What is 2+3? Use the tool.")
-    start = lines.index("(2 messages as above)")
-    assert ["tool: 5", "message: It is 5."] == lines[start + 1 : start + 3]
+    start = lines.index("continues 2 earlier messages")
+    assert "message: It is 5." == lines[start + 1]
+
+
+def test_show_prints_the_result_of_a_tool_below_its_call(record: Callable[..., None]) -> None:
+    ran = {semconv.TOOL_NAME: "add", semconv.TOOL_ARGUMENTS: {"a": 2, "b": 3}, semconv.OPERATION: "execute_tool"}
+    record(
+        chat(1, [ASKED], CALLED),
+        {"name": "execute_tool add", "attributes": ran},
+        chat(3, [ASKED, CALLED, SAID], {"content": "It is 5."}),
+    )
+    lines = shown()
+    start = lines.index('assistant calls add: {"a": 2, "b": 3}')
+    assert "result: 5" == lines[start + 1]
+    assert "tool: 5" not in lines
+    assert not any(line.startswith("execute_tool add") for line in lines[: lines.index("")])
+
+
+def test_show_prints_a_reward_and_its_feedback_at_the_call_that_it_is_about(record: Callable[..., None]) -> None:
+    about = Reward(value=0.5, scope="span", span_id=f"{1:016d}", source="evaluator", feedback="too short")
+    answer = {"role": "assistant", "content": "5"}
+    record(chat(1, [ASKED], answer), {"name": "evaluate", "reward": about}, chat(3, [ASKED], answer))
+    lines = shown()
+    start = lines.index("assistant: 5")
+    assert lines[start + 1].startswith("reward 0.5 by evaluator")
+    assert "feedback: too short" == lines[start + 2]
+
+
+def test_show_ends_with_a_time_line_without_what_came_after_the_attempt(record: Callable[..., None]) -> None:
+    second = 1_000_000_000
+    long = {"start_ns": second, "end_ns": 2 * second}
+    record({"name": "whole", **long}, {"name": "late", "start_ns": 3 * second // 2, "end_ns": 2 * second})
+    asyncio.run(rate("ro-shown", at=10_000 * second))
+    lines = run("show", "latest").output.splitlines()
+    start = lines.index("time line 1.000 s")
+    assert ["█" * 20 + " whole 1.000 s", " " * 10 + "█" * 10 + " late 0.500 s"] == lines[start + 1 : start + 3]
+    assert lines[start + 3].endswith("█ evaluate late")
+
+
+def test_show_is_coloured_on_a_terminal_only(record: Callable[..., None]) -> None:
+    record(chat(1, [ASKED], {"role": "assistant", "content": "5"}))
+    coloured = CliRunner().invoke(cli, ("show", "latest"), color=True).output
+    assert "\x1b[36massistant:\x1b[0m" in coloured
+    assert run("show", "latest").output == click.unstyle(coloured)
 
 
 def test_show_prints_what_tools_got_and_gave_and_why_a_reward_was_given(record: Callable[..., None]) -> None:

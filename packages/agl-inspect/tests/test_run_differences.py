@@ -45,8 +45,8 @@ def test_runs_on_the_same_tasks_are_compared_task_by_task() -> None:
         *verdict_of(better),
         better.comparison.paired_tasks,
     )
-    assert better.words.startswith("b against a: better, evidence 247 to 1: difference +0.5000")
-    assert worse.words.startswith("c against a: worse, evidence 247 to 1: difference -0.5000")
+    assert better.words.startswith("b is better than a: its newest validation has 1.000 against 0.500, difference")
+    assert worse.words.startswith("c is worse than a: its newest validation has 0.000 against 0.500, difference")
 
 
 def test_runs_on_different_tasks_are_compared_in_their_order() -> None:
@@ -66,11 +66,14 @@ def test_comparisons_with_the_first_run_share_their_error() -> None:
     several = compared([one(ZEROS[:9])], [few], [few], [few])
     assert ["better"] == verdict_of(alone)
     assert ["undecidable"] * 3 == verdict_of(*several)
+    assert several[0].words.startswith("Not enough validations to tell whether b is better than a: its newest")
+    assert several[0].words.endswith("tasks would do")
 
 
 def test_run_without_a_validation_cannot_be_compared() -> None:
     (found,) = compared([one(ONES)], [])
-    assert (None, "b cannot be compared with a: b has no validation") == (found.comparison, found.words)
+    words = "Not enough validations to tell whether b is better than a: no validation of b is recorded"
+    assert (None, words) == (found.comparison, found.words)
 
 
 def test_one_earlier_large_loss_does_not_hide_a_fall() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 import sys
-import textwrap
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,13 +14,12 @@ from agl.errors import ConfigError
 from agl_objectives import loss
 from agl_objectives.contract import Estimates, LossTerms, Scores, TokenBatch
 from agl_objectives.losses import PPOClip
-from agl_objectives.registry import find_estimator, find_loss
+from agl_objectives.registry import find_estimator, find_loss, losses
 from agl_objectives.testing import example_tokens
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from agl_objectives.contract import Loss
+    from agl_testing.plugins import PluginFolder
 
 
 def plain(tokens: TokenBatch, *, scale: float = 1.0) -> LossTerms:
@@ -176,64 +173,37 @@ def raw(scores):
 """
 
 
-FIND = """
-from agl.errors import ConfigError
-from agl_objectives.registry import find_loss
-try:
-    print("found", find_loss("gspo").entry.name)
-except ConfigError as error:
-    print(error)
-"""
-
-
-def install(folder: Path, *, name: str = "half", module: str = MODULE) -> None:
-    """Write a small distribution into a folder of ``PYTHONPATH``, as pip would."""
-    (folder / "half_plugin.py").write_text(PLUGIN)
-    (folder / "half_loss.py").write_text(module.replace("NAME", repr(name)))
-    info = folder / "half-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: half\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[agl]\nhalf = half_plugin\n")
-
-
-def run(code: str, folder: Path, **variables: str) -> str:
-    environ = {**os.environ, "PYTHONPATH": str(folder), "AGL_PLUGINS_STRICT": "1", **variables}
-    words = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout.strip()
+def install(plugins: PluginFolder, *, name: str = "half", module: str = MODULE) -> None:
+    plugins.install(PLUGIN, name="half", files={"half_loss.py": module.replace("NAME", repr(name))})
 
 
 def test_losses_and_estimators_of_an_installed_plugin_are_found_and_those_of_a_disabled_one_are_not(
-    tmp_path: Path,
+    agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(tmp_path)
-    code = """
-        from agl.errors import ConfigError
-        from agl_objectives.registry import find_estimator, find_loss, losses
-        from agl_objectives.testing import example_tokens
-        try:
-            found = find_loss("half", {"share": 0.25})
-        except ConfigError as error:
-            print(error)
-        else:
-            tokens = example_tokens(0)
-            exact = bool((found.call(tokens).loss_M == -0.25 * tokens.advantages_M * tokens.logp_M).all())
-            print(found.entry.aggregation, exact, find_estimator("raw").entry.compares, losses()[-1].name)
-    """
-    assert run(code, tmp_path) == "sequence True batch half"
-    assert run(code, tmp_path, AGL_DISABLED_PLUGINS="half").startswith("No loss is named 'half'.")
+    install(agl_plugins)
+    found, tokens = find_loss("half", {"share": 0.25}), example_tokens(0)
+    assert torch.equal(-0.25 * tokens.advantages_M * tokens.logp_M, found.call(tokens).loss_M)
+    assert ("sequence", "batch") == (found.entry.aggregation, find_estimator("raw").entry.compares)
+    assert "half" == losses()[-1].name
+    monkeypatch.setenv("AGL_DISABLED_PLUGINS", "half")
+    with pytest.raises(ConfigError, match=r"^No loss is named 'half'\."):
+        find_loss("half")
 
 
-def test_name_that_is_taken_is_refused_when_a_loss_is_looked_up(tmp_path: Path) -> None:
-    install(tmp_path, name="gspo")
-    said = run(FIND, tmp_path)
-    assert said.startswith("The plugin 'half' names a loss 'gspo', and another one has this name.")
+def test_name_that_is_taken_is_refused_when_a_loss_is_looked_up(agl_plugins: PluginFolder) -> None:
+    install(agl_plugins, name="gspo")
+    with pytest.raises(ConfigError, match=r"^The plugin 'half' names a loss 'gspo', and another one has this name"):
+        find_loss("gspo")
 
 
-def test_plugin_whose_module_cannot_be_imported_is_named(tmp_path: Path) -> None:
-    install(tmp_path, module="import no_such_module")
-    said = run(FIND, tmp_path)
-    assert "hook agl_objectives of half_plugin names raised ModuleNotFoundError: No module" in said
-    assert "found gspo" == run(FIND, tmp_path, AGL_DISABLED_PLUGINS="half")
+def test_plugin_whose_module_cannot_be_imported_is_named(
+    agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(agl_plugins, module="import no_such_module")
+    with pytest.raises(ConfigError, match="hook agl_objectives of agl_half names raised ModuleNotFoundError: No mod"):
+        find_loss("gspo")
+    monkeypatch.setenv("AGL_DISABLED_PLUGINS", "half")
+    assert "gspo" == find_loss("gspo").entry.name
 
 
 @loss("patient", aggregation="sequence", trains_silent=True)
@@ -267,11 +237,12 @@ def test_subclass_or_wrapper_of_a_decorated_loss_is_a_loss_of_its_own(name: str,
     assert ("token", False) == (found.entry.aggregation, found.entry.trains_silent)
 
 
-def test_wrapper_around_a_decorated_loss_of_a_plugin_does_not_hide_behind_its_name(tmp_path: Path) -> None:
-    install(tmp_path, module=f"import functools\n{MODULE}half = functools.wraps(half)(lambda tokens: None)\n")
-    assert run(FIND.replace("gspo", "half"), tmp_path).startswith("No loss is named 'half'.")
+def test_wrapper_around_a_decorated_loss_of_a_plugin_does_not_hide_behind_its_name(agl_plugins: PluginFolder) -> None:
+    install(agl_plugins, module=f"import functools\n{MODULE}half = functools.wraps(half)(lambda tokens: None)\n")
+    with pytest.raises(ConfigError, match=r"^No loss is named 'half'"):
+        find_loss("half")
 
 
-def test_a_module_with_records_imports_no_torch(tmp_path: Path) -> None:
+def test_a_module_with_records_imports_no_torch() -> None:
     code = "import sys, agl_objectives.plugin, agl_objectives.contract; print('torch' in sys.modules)"
-    assert run(code, tmp_path) == "False"
+    assert b"False\n" == subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout

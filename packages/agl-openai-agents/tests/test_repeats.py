@@ -78,5 +78,6 @@ def test_shared_clients_work_in_every_rollout_of_every_run(
     check_repeats(make(client), server, tracers=["openai-agents"], gateway=gateway, folder=tmp_path, calls=2)
 
 
+@pytest.mark.long
 def test_an_agent_in_processes_is_recorded_under_its_names(server: ScriptedModelServer, tmp_path: Path):
     check_processes(PROGRAM, server, tracer="openai-agents", agents=("helper",), folder=tmp_path)

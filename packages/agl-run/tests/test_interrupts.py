@@ -80,6 +80,38 @@ def test_interrupt_is_raised_although_the_work_ends_in_spite_of_it() -> None:
     assert (1, True) == (work.stops, work.has_ended)
 
 
+def test_interrupt_by_a_handler_of_the_program_lets_the_work_end() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    work = Work(ending_s=0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_blocking(work.run)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (1, True) == (work.stops, work.has_ended)
+
+
+def test_interrupt_during_a_finaliser_stops_the_work() -> None:
+    class Dying:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)  # an exception that its handler raised would be ignored here
+
+    objects = [Dying()]
+    before = signal.signal(signal.SIGUSR1, lambda *_: objects.clear())
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    work = Work(ending_s=0.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_blocking(work.run)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (1, True) == (work.stops, work.has_ended)
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
 def test_exit_that_code_of_the_run_raises_is_an_error_with_its_place(error: BaseException) -> None:
     async def work() -> None:

@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 
 from agl import semconv
 from agl.errors import StoreError
-from agl.schemas import Json, ModelCall, Span, pack_ids
+from agl.schemas import Json, MediaSpan, ModelCall, Span, digest_of, pack_ids
 from agl.stores import note_damage
 from agl_store_sqlite.sql.packing import AttemptSpans, Packer, Unpacker, place_spans
+
+STORED = (
+    "019bde0004aa726f6c6c6f75745f6964a172aa617474656d70745f6964a3722e31a77370616e5f6964a27331a46e616d65a16ede0004aa72"
+    "6571756573745f6964a27131a76469616c656374a463686174a56d6f64656ca16da77265717565737480c40c010203700405000000110000"
+    "08c4447b226d65737361676573223a5b7b22726f6c65223a2275736572222c22636f6e74656e74223a226869227d5d7d7b226f6b223a7472"
+    "75657d0000000100000000000000002d38c2000000"
+)
+"""A call of 0.1.0 before pictures had fields of their own. New fields belong at the end of the stored form."""
 
 
 def span(number: int, call: ModelCall | None = None, **fields: object) -> Span:
@@ -27,6 +35,7 @@ def called(
     response: Sequence[int] | bytes = (),
     request: Json = None,
     answer: Json = None,
+    media: Sequence[MediaSpan] = (),
 ) -> Span:
     ids = [each if isinstance(each, bytes) else pack_ids(each) for each in (prompt, response)]
     call = ModelCall(
@@ -37,8 +46,27 @@ def called(
         response_ids=ids[1],
         request=request,
         response=answer,
+        inputs=tuple(each.digest for each in media),
+        media=tuple(media),
+        processor="Processor 1.0 1a2b3c4d" if media else "",
     )
     return span(number, call)
+
+
+def seeing(turns: int, *, tokens: int) -> list[Span]:
+    """Return the turns of an agent that sees one more picture in each, of so many tokens."""
+    ids: list[int] = []
+    media: list[MediaSpan] = []
+    spans: list[Span] = []
+    for number in range(turns):
+        digest = digest_of(b"picture %d" % number)
+        media.append(MediaSpan(offset=len(ids), length=tokens, modality="image", digest=digest, grid=(1, tokens, 4)))
+        ids += [*[151_655] * tokens, *range(100 * number, 100 * number + 20)]
+        shown = [{"type": "image_url", "image_url": {"url": each.digest}} for each in media]
+        request: Json = {"messages": [{"role": "user", "content": [each]} for each in shown]}
+        spans.append(called(number, prompt=ids, response=[number, 1], request=request, media=media))
+        ids += [number, 1]
+    return spans
 
 
 class Kept:
@@ -151,6 +179,26 @@ def test_conversation_comes_back_and_each_turn_adds_what_is_new() -> None:
     sizes = [kept.size(n) for n in kept.data]
     assert max(sizes) < 1.5 * min(sizes)
     assert sum(sizes) < sum(len(each.call.prompt_ids) for each in kept.spans if each.call) / 5
+
+
+def test_calls_with_pictures_come_back() -> None:
+    heard = called(9, prompt=[1, 2, 3], media=seeing(1, tokens=2)[0].call.media)  # pyright: ignore[reportOptionalMemberAccess]
+    Kept([*seeing(4, tokens=16), heard]).check()
+
+
+def test_call_that_an_earlier_version_stored_is_read() -> None:
+    reader = Unpacker(lambda sequence: pytest.fail(f"{sequence} is not shared"), rollout_id="r", number=1)
+    request: Json = {"messages": [{"role": "user", "content": "hi"}]}
+    expected = called(1, prompt=[1, 2, 3, 70_000], response=[4, 5], request=request, answer={"ok": True})
+    assert msgspec.structs.replace(expected, sequence=1) == reader.unpack(bytes.fromhex(STORED), sequence=1)
+
+
+def test_picture_costs_few_bytes_however_many_tokens_stand_for_it() -> None:
+    small, large = (Kept(seeing(1, tokens=tokens)).size(1) for tokens in (1, 2000))
+    blind = Kept([called(0, prompt=range(20), response=[0, 1], request={"messages": []})]).size(1)
+
+    assert 250 > small - blind
+    assert 100 > large - small
 
 
 def test_text_without_ids_is_shared_too() -> None:
@@ -314,12 +362,13 @@ def test_call_that_refers_to_a_later_one_is_damage(caplog: pytest.LogCaptureFixt
     span = Unpacker(kept.fetch, rollout_id="r", number=1).unpack(kept.data[2], sequence=1)
     assert (semconv.UNREADABLE, "r.1", 1, None) == (span.name, span.attempt_id, span.sequence, span.call)
     assert ("r", "8000000000000001", "error") == (span.rollout_id, span.span_id, span.status)
-    assert "the stored span cannot be read: the call at sequence 1 refers to one at 1" == span.status_message
+    assert "the stored span cannot be read (damaged, or of another version of agl)" in span.status_message
+    assert span.status_message.endswith(": the call at sequence 1 refers to one at 1")
     loose = Unpacker(kept.fetch, rollout_id="r", number=0).unpack(kept.data[2], sequence=1)
     assert "" == loose.attempt_id
-    assert [f"span 1 of attempt {of!r} is damaged and cannot be read" for of in ("r.1", "r")] == [
-        message.partition(": ")[0] for message in caplog.messages
-    ]
+    assert [
+        f"span 1 of attempt {of!r} cannot be read (damaged, or of another version of agl)" for of in ("r.1", "r")
+    ] == [message.partition(": ")[0] for message in caplog.messages]
 
 
 @settings(max_examples=60)

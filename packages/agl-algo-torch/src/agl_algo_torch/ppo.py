@@ -449,8 +449,8 @@ class PPO(OnPolicy):
         # The count alone is in the state; weights and moments of V are next to the policy's checkpoint.
         done = state.get("critic_updates")
         self._critic_updates = None if done is None else int(done)
-        await asyncio.to_thread(self._replay.load, self._context.workdir, step=int(state["step"]))
         await super().restore(state)
+        await self._replay.load(self._context.workdir, step=int(state["step"]), shown=self._tuned.shown)
         await self._open_critic()
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:

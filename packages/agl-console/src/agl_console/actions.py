@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
+from agl import semconv
 from agl.contracts import Store
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Record, Reward, Rollout, Span
-from agl_console.reading import rollout_of
+from agl_console.reading import NOTE, rollout_of
 from agl_inspect.records.labels import LABEL, label_path, labelled, move, move_back
 from agl_inspect.rollouts.span_reader import read_episode
 from agl_inspect.terminal.query import is_counted
@@ -184,10 +186,10 @@ class Cancel(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Adds a person's reward to a rollout that has finished."""
+    """Adds a person's reward, a note, or both to a rollout that has finished."""
 
     rollout: Name
-    value: float
+    value: float | None = None
     name: Name = ""
     comment: Text = ""
 
@@ -196,8 +198,10 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return ("rollouts", self.rollout)
 
     async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
-        """Describe the reward and its effect."""
+        """Describe the reward or the note, and its effect."""
         rollout = await self._checked(store)
+        if self.value is None:
+            return [f"The rollout {self.rollout} {_of(rollout)} gets the note “{self.comment}”, and no reward."], {}
         named = f" named {self.name}" if self.name else ""
         said = f", with the comment “{self.comment}”" if self.comment else ""
         lines = [
@@ -207,11 +211,11 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ]
         return lines, {"seen": ""}
 
-    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # the span's id is the key
-        """Append a span with the reward; its id is ``key``, so a repeated form adds no second one."""
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # the ids of the spans follow from the key
+        """Append spans with the reward and the note; their ids follow from ``key``, so a repeated form adds nothing."""
         rollout = await self._checked(store)
         now = time.time_ns()
-        span = Span(
+        reward = Span(
             rollout_id=rollout.rollout_id,
             attempt_id=rollout.attempt_id or "",
             span_id=key,
@@ -220,14 +224,20 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
             end_ns=now,
             reward=Reward(value=self.value, name=self.name, source="human", feedback=self.comment),
         )
-        await store.append_spans([span])
+        about = {semconv.MESSAGE: self.comment}
+        note = replace(reward, attempt_id="", span_id=key[::-1], name=NOTE, reward=None, attributes=about)
+        await store.append_spans([reward] * (self.value is not None) + [note] * bool(self.comment))
+        if self.value is None:
+            return Done(f"{self.rollout} has the note", ("rollouts", self.rollout))
         rollout, attempts = await rollout_of(store, self.rollout)
         episode, _, _ = await read_episode(store, rollout, attempts)
         counted = "no reward counts" if episode.reward is None else f"the reward that counts is {episode.reward:g}"
         return Done(f"{self.rollout} has the reward {self.value:g}; {counted}", ("rollouts", self.rollout))
 
     async def _checked(self, store: Store) -> Rollout:
-        if not math.isfinite(self.value):
+        if self.value is None and not self.comment:
+            raise ConfigError("give a reward, a note, or both")
+        if self.value is not None and not math.isfinite(self.value):
             raise ConfigError(f"a reward is a finite number, such as 0.5, and not {self.value}")
         rollout, _ = await rollout_of(store, self.rollout)
         if not is_counted(rollout):
@@ -236,12 +246,16 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Kind(NamedTuple):
-    """A kind of action: the title, the button's text, the class, and the inputs that a person fills in."""
+    """A kind of action: the title, the button's text, the class, and the inputs that a person fills in.
+
+    ``alone`` is the input that needs no confirmation if nothing else is given.
+    """
 
     title: str
     button: str
     form: type[Any]
     fields: Sequence[Field] = ()
+    alone: str = ""
 
 
 KINDS: dict[str, Kind] = {
@@ -254,14 +268,15 @@ KINDS: dict[str, Kind] = {
     "rollback": Kind("Roll a label back", "Roll back", Rollback),
     "cancel": Kind("Cancel a rollout", "Cancel the rollout", Cancel),
     "rate": Kind(
-        "Rate a rollout",
-        "Add the reward",
+        "Rate a rollout, or note something about it",
+        "Add it",
         Rate,
         (
-            Field("value", "Reward, a number such as 0 or 1", is_needed=True),
-            Field("name", "Name, where the experiment weighs several rewards; leave it empty otherwise"),
-            Field("comment", "Note", lines=3),
+            Field("value", "Reward, a number such as 0 or 1"),
+            Field("comment", "Note, in which #words are tags", lines=3),
+            Field("name", "Name of the reward, where the experiment weighs several; leave it empty otherwise"),
         ),
+        alone="comment",
     ),
 }
 """The kinds of actions, by the last part of their addresses."""

@@ -90,12 +90,13 @@ def figure_of(name: str, metrics: Mapping[str, Sequence[Metric]]) -> Figure:
     series: list[Line] = []
     is_thinned = False
     for run, found in metrics.items():
-        finite = [metric for metric in found if math.isfinite(metric.value)]
-        ends = {(metric.algorithm, metric.step, metric.name): metric.value for metric in finite}
+        ends: dict[tuple[str, int, str], float] = {}
         lines: dict[str, list[Metric]] = {}
-        for metric in finite:
+        for metric in (metric for metric in found if math.isfinite(metric.value)):
             if metric.name == name:
                 lines.setdefault(metric.algorithm, []).append(metric)
+            else:
+                ends[metric.algorithm, metric.step, metric.name] = metric.value
         series += [_line(run, algorithm, thinned(points), ends) for algorithm, points in lines.items()]
         is_thinned = is_thinned or any(len(points) > POINTS for points in lines.values())
     return Figure(name=name, series=series, is_thinned=is_thinned)
@@ -208,7 +209,7 @@ class Goal(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def goal_of(metrics: Mapping[str, Sequence[Metric]], chosen: float | None) -> Goal | None:
-    """Return the goal and the first step of each algorithm that reached it; ``None`` if no reward is logged.
+    """Return the goal and the first step of each algorithm that reached it; ``None`` if no reward but 0 is logged.
 
     Args:
         metrics: Metrics by run.
@@ -224,9 +225,10 @@ def goal_of(metrics: Mapping[str, Sequence[Metric]], chosen: float | None) -> Go
         for metric in found:
             if metric.name == REWARD and math.isfinite(metric.value):
                 lines.setdefault((run, metric.algorithm), []).append(metric)
-    if not lines:
+    values = [metric.value for line in lines.values() for metric in line]
+    if not any(values):
         return None
-    best = max(metric.value for line in lines.values() for metric in line)
+    best = max(values)
     goal = best - (1 - SHARE) * abs(best) if chosen is None else chosen
     reached = [_reached(run, algorithm, line, goal) for (run, algorithm), line in lines.items()]
     return Goal(reward=goal, is_given=chosen is not None, reached=reached)

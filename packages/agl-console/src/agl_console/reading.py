@@ -1,15 +1,21 @@
 """Reads rollouts and spans in small pages: a rollout may have thousands of calls, each a long conversation."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from agl.contracts import CallUse, ExperimentRecord, Recording, RolloutQuery, SpanChoice, Store
+from agl import semconv
+from agl.contracts import ExperimentRecord, Recording, RolloutQuery, SpanChoice, SpanQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, Rollout, Span
-from agl_inspect.rollouts.training import training_of
 
 _PAGE = 32
+
+NOTE = "note"
+"""The name of a span in which a person notes something about a rollout; it belongs to none of the attempts."""
+
+NOTES = 20
+"""The most notes of a rollout that a list of rollouts reads."""
 
 _PAGE_BYTES = 2 << 20
 _PAGES = 4
@@ -38,13 +44,17 @@ async def newest_recordings(
         query = query.next(page[-1].rollout)
 
 
-def uses_of(spans: Iterable[Span]) -> dict[str, CallUse]:
-    """Return how steps used a rollout's calls, by span id; a step that trained on a call takes precedence."""
-    found: dict[str, CallUse] = {}
-    for use in (use for record in training_of(spans) for use in record.calls):
-        if use.row >= 0 or use.span_id not in found or found[use.span_id].row < 0:
-            found[use.span_id] = use
-    return found
+def notes_among(spans: Iterable[Span]) -> list[str]:
+    """Return the notes of people among a rollout's spans, in the order of their writing."""
+    notes = (span for span in spans if span.name == NOTE and not span.attempt_id)
+    return [str(span.attributes.get(semconv.MESSAGE, "")) for span in notes]
+
+
+async def notes_of(store: Store, found: Sequence[Recording]) -> dict[str, list[str]]:
+    """Read the notes of people about rollouts, by the rollout's id."""
+    query = RolloutQuery(ids=tuple(recording.rollout.rollout_id for recording in found), limit=max(1, len(found)))
+    page = await store.recordings(query, spans=SpanQuery(attempt_id="", name=NOTE, limit=NOTES)) if found else []
+    return {recording.rollout.rollout_id: notes_among(recording.spans) for recording in page}
 
 
 async def rollout_of(store: Store, rollout_id: str) -> tuple[Rollout, list[Attempt]]:

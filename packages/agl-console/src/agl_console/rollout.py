@@ -1,7 +1,6 @@
 """The views of one rollout: its conversation with a time line, the tokens of its rows, and one span in full."""
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -10,8 +9,7 @@ from agl.contracts import Count, Store
 from agl.episodes import Enclosing
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span, Weights, to_json
-from agl_console.conversation import Turn, conversation_of, training_of_call
-from agl_console.reading import attempt_of, rollout_of, uses_of
+from agl_console.reading import NOTE, attempt_of, notes_among, rollout_of
 from agl_console.rewards import RewardsView, rewards_view
 from agl_console.siblings import Neighbours, Order, reason_of_silence, siblings_of, standing
 from agl_console.tokens import (
@@ -23,12 +21,13 @@ from agl_console.tokens import (
     summary_of,
     tokens_view,
 )
-from agl_console.tree import LONGEST, Contents, Node, Text, facts_of, kind_of, seconds_of, tree_of
 from agl_console.vocabulary import FILE
 from agl_inspect.records.splits import served_facts
 from agl_inspect.rollouts.explanations import explain, explain_training
 from agl_inspect.rollouts.span_reader import SpanReader, read_episode
-from agl_inspect.rollouts.training import is_saved, training_of
+from agl_inspect.rollouts.training import is_saved, training_of, uses_of
+from agl_inspect.rollouts.tree import LONGEST, Contents, Node, Text, ends_of, facts_of, kind_of, seconds_of
+from agl_inspect.rollouts.turns import Conversation, Turn, training_of_call, transitions_of
 from agl_inspect.terminal.query import find_ids
 
 SPANS = 300
@@ -76,6 +75,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
         step: The algorithm's step; ``None`` if the rollout belongs to no step.
         reward: The reward that trains.
         facts: The user and the arm of a served conversation.
+        notes: What people noted about the rollout.
         attempt: The number of the attempt whose spans are shown; 0 for the rollout's own spans.
         dev: Shell commands that try the task with ``agl dev``; ``""`` for a very long task.
         turns: The conversation.
@@ -100,6 +100,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
     reward: float | None
     resources: dict[str, str]
     facts: list[str]
+    notes: list[str]
     created_at: float
     task: Text
     dev: str
@@ -162,15 +163,22 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
     episode, every, scores = await read_episode(store, rollout, attempts)
     page, is_last = await _page(store, rollout_id, attempt_id, chosen.after)
     uses = uses_of(every)
-    own = [call for call in episode.transitions if call.attempt_id == attempt_id]
-    if rollout.mode != "train":
-        own = [call for call in own if call.reject != "missing_token_ids"]  # nobody asked for token ids there
-    nodes = tree_of(page)
     siblings = await siblings_of(store, rollout)
     group = siblings.rewards(rollout.group_id)
+    own = uses if attempt_id == rollout.attempt_id else {}
+    talk = Conversation(page, transitions_of(episode, attempt_id), own, reason=reason_of_silence(group))
+    for span in talk.order:
+        talk.add(span)
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
     why = explain(episode, every, scores=scores)
-    for record in training_of(every):
+    first, last = ends_of(page)
+    rows = [summary_of(row, uses) for row in episode.rows]
+    records = training_of(every)
+    said = standing(episode.reward, group) if rollout.mode == "train" else ""
+    if any(each.is_trained for each in records) and all(each.is_silent for each in records):
+        counts = f"{sum(row.sampled for row in rows):,} of {sum(row.tokens for row in rows):,} tokens"
+        said = f"{counts} could train; none changed the model{reason_of_silence(group)}."
+    for record in records:
         why += explain_training(record, is_saved=await is_saved(store, rollout_id, record))
     following = {"attempt": str(number), "after": str(page[-1].sequence)} if not is_last else {}
     return RolloutView(
@@ -184,26 +192,21 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         reward=episode.reward,
         resources=rollout.resources,
         facts=served_facts(rollout),
+        notes=notes_among(every),
         created_at=rollout.created_at,
         task=Contents().text("task", rollout.task),
         dev=dev_of(rollout),
         attempts=[_attempt(attempt) for attempt in attempts],
         attempt=number,
-        turns=conversation_of(
-            page,
-            nodes,
-            {call.span_id: call for call in own},
-            uses if attempt_id == rollout.attempt_id else {},
-            reason=reason_of_silence(group),
-        ),
-        nodes=nodes,
-        standing=standing(episode.reward, group) if rollout.mode == "train" else "",
+        turns=talk.turns,
+        nodes=talk.nodes,
+        standing=said,
         neighbours=siblings.neighbours(rollout, chosen.by),
-        seconds=_length(page),
-        rows=[summary_of(row, uses) for row in episode.rows],
+        seconds=(last - first) / 1e9,
+        rows=rows,
         why=why,
         scoring=rewards_view(rollout, attempts, every),
-        late=any(not span.attempt_id for span in every if not training_of([span])),
+        late=any(not span.attempt_id and span.name != NOTE and not training_of([span]) for span in every),
         is_finished=rollout.is_finished,
         next=following,
     )
@@ -321,9 +324,3 @@ def _attempt(attempt: Attempt) -> AttemptRow:
         seconds=max(0.0, attempt.finished_at - attempt.started_at) if attempt.finished_at else None,
         error=attempt.error,
     )
-
-
-def _length(spans: Sequence[Span]) -> float:
-    starts = [span.start_ns for span in spans if span.start_ns]
-    ends = [max(span.start_ns, span.end_ns) for span in spans]
-    return (max(ends) - min(starts)) / 1e9 if starts else 0.0

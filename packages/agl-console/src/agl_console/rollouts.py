@@ -1,13 +1,15 @@
 """The view of rollouts: a page of those that match the filters, with a histogram of their rewards.
 
 The store selects by experiment, status, mode, group and text, and finds the rollouts of an algorithm's step by their
-ids. All other filters are applied here, to at most ``SCANNED`` rollouts per page, so that a page costs the same in a
-store of any size. The page shows how many rollouts were checked, and the next page continues from there.
+ids. All other filters are applied here, for at most ``SECONDS`` per page, so that a page costs the same in a store of
+any size. The page shows how many rollouts were checked, and the next page continues from there.
 """
 
+import asyncio
 import math
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Annotated, Any, Literal, cast
 
@@ -17,25 +19,32 @@ from msgspec.structs import asdict, replace
 from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
-from agl.schemas import Mode, Record, RolloutStatus, Span, to_json
+from agl.schemas import Mode, Record, Rollout, RolloutStatus, Span, to_json
+from agl_console.reading import notes_of
+from agl_console.siblings import step_prefix
 from agl_inspect.records.names import id_prefix
 from agl_inspect.rollouts.span_reader import reward_of
+from agl_inspect.rollouts.step_tallies import MOST_AGENTS, read_tallies
+from agl_inspect.rollouts.training import training_of
 from agl_inspect.statistics import interval
 
 PAGE = 50
 """The most rollouts on a page."""
 
-SCANNED = 400
-"""The most rollouts that are checked for one page."""
+SECONDS = 1.5
+"""A page that is not full after this time is shown as it is."""
 
 _CHUNK = 200
-_PAGES_WITH_SPANS, _CHUNK_WITH_SPANS, _BYTES_WITH_SPANS = 2, 50, 2 << 20
-"""If spans must be read: the most pages of recordings, and the most rollouts and bytes in each."""
+_CHUNK_WITH_SPANS, _BYTES_WITH_SPANS = 50, 2 << 20
+"""If spans must be read: the most rollouts and bytes that are read at once."""
 
 _MODES: tuple[Mode, ...] = ("test", "train", "val")
 """The modes of rollouts, in the order in which the rollout ids of a step sort."""
 
 _BINS = 12
+_FEW = 5
+"""Up to this many distinct rewards have a bar each."""
+
 _TASK = 160
 """The most characters of a task in the table."""
 
@@ -50,6 +59,7 @@ Positive = Annotated[int, msgspec.Meta(ge=0)]
 
 Reject = Literal[
     "",
+    "cut_off",
     "error",
     "incomplete",
     "superseded",
@@ -60,7 +70,10 @@ Reject = Literal[
     "late",
     "not_final",
 ]
-"""The reasons in :attr:`agl.schemas.Transition.reject` that follow from the record alone, whatever trains on it."""
+"""The reasons in :attr:`agl.schemas.Transition.reject` that follow from the record alone, whatever trains on it.
+
+``cut_off`` selects calls whose answers were cut off at the token limit; they may train.
+"""
 
 
 class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,8 +86,10 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         until: The last step.
         low: Select rewards at or above this.
         high: Select rewards below this.
-        reward: ``none`` selects the rollouts without a reward.
+        reward: ``none`` selects the rollouts without a reward, ``low`` those with a reward of 0 or less.
         agent: An agent, node or role that made a call.
+        note: A part of a person's note, such as ``#loop``.
+        taught: ``nothing`` selects the rollouts that changed nothing in the steps that trained.
         reject: The reject reason of one of the rollout's calls.
         after: The last rollout id of the previous page.
         at: The time of creation of that rollout.
@@ -90,9 +105,11 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step: Positive | None = None
     until: Positive | None = None
     agent: str = ""
+    note: str = ""
     low: float | None = None
     high: float | None = None
-    reward: Literal["", "none"] = ""
+    reward: Literal["", "none", "low"] = ""
+    taught: Literal["", "nothing"] = ""
     reject: Reject = ""
     after: str = ""
     at: float = 0.0
@@ -114,6 +131,8 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return true if the filters select this reward."""
         if self.reward == "none":
             return reward is None
+        if self.reward == "low":
+            return reward is not None and reward <= 0
         if self.low is None and self.high is None:
             return True
         if reward is None:
@@ -130,6 +149,8 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         error: The last attempt's error, such as ``ValueError: no``.
         found: The text around the first words that the filter ``said`` found; ``""`` without that filter.
         found_at: The number of the span with these words.
+        is_alone: True if no other rollout of the step has the same task.
+        notes: What people noted about the rollout.
     """
 
     rollout_id: str
@@ -147,10 +168,14 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     error: str
     found: str
     found_at: int
+    is_alone: bool
+    notes: list[str]
 
 
 class Bin(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A bar of a histogram: the rewards from ``low`` to ``high``; both are ``None`` for rollouts without a reward.
+
+    The ends of a bar for a single value are equal.
 
     Attributes:
         query: The query that selects the bar's rollouts.
@@ -163,7 +188,7 @@ class Bin(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Sums over the matching rollouts among those checked.
+    """Figures of the matching rollouts among those checked.
 
     Attributes:
         rollouts: The number of matching rollouts.
@@ -171,6 +196,7 @@ class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
         mean: Mean over tasks of the mean of each task's rollouts; ``None`` without any reward.
         low: Lower end of the 95 % interval over tasks; ``None`` for fewer than two tasks.
         high: Upper end of that interval.
+        extremes: The rollouts with the lowest and the highest reward; empty for fewer than two rewards.
     """
 
     rollouts: int
@@ -178,6 +204,14 @@ class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
     mean: float | None
     low: float | None
     high: float | None
+    extremes: list["Extreme"]
+
+
+class Extreme(Record, frozen=True, kw_only=True):
+    """A rollout with its reward."""
+
+    rollout_id: str
+    reward: float
 
 
 class Picked(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -192,7 +226,10 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         looked_through: The number of rollouts checked for the page.
-        histogram: The rewards of the matching rollouts, without the filter on rewards.
+        nothing: The reason why no rollout is on the page, if one filter alone explains it.
+        unread: The number of older rollouts that an empty first page did not check; ``None`` for other pages.
+        histogram: The rewards of the matching rollouts.
+        agents: The agents of the chosen run, those with the most rollouts first, with the number of these rollouts.
         next: The query of the next page; empty on the last.
     """
 
@@ -201,8 +238,19 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     rollouts: list[RolloutRow]
     summary: Summary
     histogram: list[Bin]
+    agents: dict[str, int]
     looked_through: int
+    nothing: "Nothing | None"
+    unread: int | None
     next: dict[str, str]
+
+
+class Nothing(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The reason why no rollout fits the filters, and a query that finds others, with a phrase for its link."""
+
+    words: str
+    others: str = ""
+    query: dict[str, str] = {}
 
 
 async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
@@ -211,59 +259,100 @@ async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
         raise ConfigError(f"no reward is at least {chosen.low:g} and below {chosen.high:g}; exchange low and high")
     if chosen.steps is not None and not chosen.steps:
         raise ConfigError(f"no step is from {chosen.step} to {chosen.until}; exchange step and until")
-    seen = await _step(store, chosen) or await _scan(store, chosen)
-    admitted = [(recording, reward) for recording, reward in seen.fitting if chosen.admits(reward)]
-    page = admitted[:PAGE]
+    end = time.monotonic() + SECONDS
+    seen = await _step(store, chosen, end) or await _scan(store, chosen, end)
+    page = seen.fitting[:PAGE]
     filters = _filters(chosen)
-    last = page[-1][0] if len(admitted) > PAGE else None if seen.is_end else seen.last
+    notes = await notes_of(store, [recording for recording, _ in page])
+    last = page[-1][0] if len(seen.fitting) > PAGE else None if seen.is_end else seen.last
+    agents = await _agents(store, chosen.experiment)
+    alone = await _alone(store, [recording.rollout for recording, _ in page])
     return RolloutsView(
         filters=filters,
         picked=_picked(filters),
-        rollouts=[_row(recording, reward, chosen.said) for recording, reward in page],
-        summary=_summary(admitted),
+        rollouts=[_row(one, reward, chosen.said, notes.get(one.rollout.rollout_id, []), alone) for one, reward in page],
+        summary=_summary(seen.fitting),
         histogram=_histogram([reward for _, reward in seen.fitting], filters),
+        agents=agents,
         looked_through=seen.count,
+        nothing=None if page else await _nothing(store, chosen, agents, is_end=seen.is_end),
+        unread=seen.unread,
         next={**filters, "after": last.rollout.rollout_id, "at": repr(last.rollout.created_at)} if last else {},
     )
+
+
+async def _nothing(store: Store, chosen: RolloutsFilter, agents: Mapping[str, int], *, is_end: bool) -> Nothing | None:
+    records = await store.experiments(chosen.experiment) if chosen.experiment else []
+    made = [each.algorithm for record in records for each in await read_tallies(store, record)]
+    if chosen.agent and agents and chosen.agent not in agents:
+        return Nothing(words=f"No agent is named {chosen.agent} in this run; agents here: {', '.join(agents)}.")
+    if records and chosen.algorithm not in ("", *made):
+        return Nothing(
+            words=f"{chosen.algorithm} has no rollouts in this run: an algorithm that trains on data makes none."
+        )
+    if chosen.status != "failed" or not is_end:
+        return None
+    others = replace(chosen, status="", reward="low", after="", at=0.0)
+    end = time.monotonic() + SECONDS
+    seen = await _step(store, others, end) or await _scan(store, others, end)
+    low = len(seen.fitting)
+    words = f"{'' if seen.is_end else 'at least '}{low} with a reward of 0 or less" if low else ""
+    return Nothing(words="No rollout crashed or timed out.", others=words, query=_filters(others) if low else {})
+
+
+async def _alone(store: Store, rollouts: Sequence[Rollout]) -> set[str]:
+    """Return the ids of those rollouts whose group has no other rollout in their step."""
+    seen = Counter((step_prefix(each), each.group_id) for each in rollouts)
+    single = [each for each in rollouts if each.group_id and seen[step_prefix(each), each.group_id] == 1]
+    is_alone = await asyncio.gather(*(_is_alone(store, each) for each in single))
+    return {each.rollout_id for each, is_it in zip(single, is_alone, strict=True) if is_it}
+
+
+async def _is_alone(store: Store, rollout: Rollout) -> bool:
+    prefix = step_prefix(rollout)
+    query = RolloutQuery(experiment=rollout.experiment, group_id=rollout.group_id, after=prefix, limit=2)
+    return sum(each.rollout_id.startswith(prefix) for each in await store.rollouts(query)) < 2
 
 
 class _Seen(Record, frozen=True, kw_only=True):
     """The rollouts checked so far.
 
     Attributes:
-        fitting: Rollouts that match all filters except the one on rewards, with their rewards.
+        fitting: Rollouts that match the filters, with their rewards.
         count: The number of rollouts that were checked.
-        pages: The number of requests that read them.
         last: The last rollout that was checked.
         is_end: True if there are no more rollouts.
+        unread: See :class:`RolloutsView`.
     """
 
     fitting: list[tuple[Recording, float | None]]
     count: int
-    pages: int
     last: Recording | None
     is_end: bool
+    unread: int | None = None
 
 
-async def _scan(store: Store, chosen: RolloutsFilter) -> _Seen:
-    """Check the rollouts, newest first, until the page is full or the limit is reached."""
+async def _scan(store: Store, chosen: RolloutsFilter, end: float) -> _Seen:
+    """Check the rollouts, newest first, until the page is full or the clock is at ``end``."""
     query = _query(chosen)
-    seen = _Seen(fitting=[], count=0, pages=0, last=None, is_end=False)
-    while not _is_enough(seen, chosen) and sum(chosen.admits(reward) for _, reward in seen.fitting) <= PAGE:
-        page = await _page(store, query, chosen)
-        if not page:
-            return replace(seen, is_end=True)
+    seen = _Seen(fitting=[], count=0, last=None, is_end=False)
+    while page := await _page(store, query, chosen):
         seen = await _with(seen, store, page, chosen)
         query = query.next(page[-1].rollout)
-    return replace(seen, is_end=not await store.rollouts(replace(query, limit=1)))
+        if len(seen.fitting) > PAGE or time.monotonic() >= end:
+            is_end = not await store.rollouts(replace(query, limit=1))
+            is_counted = not (is_end or seen.fitting or chosen.after)
+            unread = await store.count_rollouts(query) - seen.count if is_counted else None
+            return replace(seen, is_end=is_end, unread=unread)
+    return replace(seen, is_end=True)
 
 
-async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
+async def _step(store: Store, chosen: RolloutsFilter, until: float) -> _Seen | None:
     """Find the rollouts of steps by their ids; ``None`` if the filters name no steps, or these have no rollouts."""
     records = await store.experiments(chosen.experiment) if chosen.experiment and chosen.algorithm else []
     if not records or not chosen.steps:
         return None
-    seen = _Seen(fitting=[], count=0, pages=0, last=None, is_end=True)
+    seen = _Seen(fitting=[], count=0, last=None, is_end=True)
     is_found = False
     for mode in (chosen.mode,) if chosen.mode else _MODES:
         first, end = (
@@ -278,7 +367,7 @@ async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
             seen = await _with(seen, store, own, chosen)
             if len(own) < len(page):
                 break
-            if _is_enough(seen, chosen):
+            if time.monotonic() >= until:
                 return replace(seen, is_end=False)
             query = query.next(page[-1].rollout)
     return seen if seen.count or is_found else None
@@ -291,16 +380,11 @@ async def _page(store: Store, query: RolloutQuery, chosen: RolloutsFilter) -> li
     return await store.recordings(replace(query, limit=_CHUNK_WITH_SPANS), spans="all", max_bytes=_BYTES_WITH_SPANS)
 
 
-def _is_enough(seen: _Seen, chosen: RolloutsFilter) -> bool:
-    """Return true if no more rollouts may be checked for this page."""
-    return seen.pages >= _PAGES_WITH_SPANS if chosen.needs_spans else seen.count >= SCANNED
-
-
 def _has_reject(recording: Recording, reason: Reject) -> bool:
     """Return true if a call has this reject reason; of a huge rollout only the first spans are read."""
     deciding = [each for each in recording.attempts if each.attempt_id == recording.rollout.attempt_id]
     episode = build_episode(recording.rollout, deciding[0] if deciding else None, recording.spans)
-    return any(call.reject == reason for call in episode.transitions)
+    return any(call.is_truncated if reason == "cut_off" else call.reject == reason for call in episode.transitions)
 
 
 async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: RolloutsFilter) -> _Seen:
@@ -308,16 +392,35 @@ async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: Ro
     found = [one for one in page if _is_of_step(one, chosen)]
     if chosen.reject:
         found = [one for one in found if _has_reject(one, chosen.reject)]
+    if chosen.note:
+        notes = await notes_of(store, found)
+        found = [one for one in found if _has_note(notes.get(one.rollout.rollout_id, []), chosen.note)]
     if chosen.said:
         own = ((one, next((span for span in one.spans if _holds(span, chosen.said)), None)) for one in found)
         found = [replace(one, spans=[span]) for one, span in own if span is not None]
     elif chosen.reject:
         found = [replace(one, spans=[]) for one in found]
-    fitting = await _with_agent(store, found, chosen.agent)
-    rewards = [(recording, reward_of(recording)) for recording in fitting]
+    if chosen.agent:
+        found = await _with_spans(store, found, SpanQuery(agent=chosen.agent, limit=1), lambda spans: bool(spans))
+    if chosen.taught:
+        found = await _with_spans(store, found, SpanQuery(attempt_id=""), _taught_nothing)
+    rewards = [(recording, reward) for recording in found if chosen.admits(reward := reward_of(recording))]
     last = page[-1] if page else seen.last
-    fitting_so_far = [*seen.fitting, *rewards]
-    return replace(seen, fitting=fitting_so_far, count=seen.count + len(page), pages=seen.pages + 1, last=last)
+    return replace(seen, fitting=[*seen.fitting, *rewards], count=seen.count + len(page), last=last)
+
+
+def _has_note(notes: Sequence[str], wanted: str) -> bool:
+    return any(wanted.casefold() in note.casefold() for note in notes)
+
+
+async def _agents(store: Store, experiment: str) -> dict[str, int]:
+    """Return the agents that the steps of an experiment's newest run counted, with the number of their rollouts."""
+    records = await store.experiments(experiment) if experiment else []
+    every = [agent for record in records for step in await read_tallies(store, record) for agent in step.agents]
+    counts: Counter[str] = Counter()
+    for each in every:
+        counts[each.agent] += each.rollouts
+    return {agent: count for agent, count in counts.most_common(MOST_AGENTS) if agent}
 
 
 def _holds(span: Span, said: str) -> bool:
@@ -366,16 +469,21 @@ def _is_of_step(recording: Recording, chosen: RolloutsFilter) -> bool:
     return is_of_algorithm and (chosen.steps is None or metadata.get("step") in chosen.steps)
 
 
-async def _with_agent(store: Store, found: Sequence[Recording], agent: str) -> Sequence[Recording]:
-    """Return the rollouts in which the agent has a span."""
-    if not agent or not found:
-        return found
-    query = RolloutQuery(ids=tuple(recording.rollout.rollout_id for recording in found), limit=len(found))
-    with_agent: set[str] = set()
-    while page := await store.recordings(query, spans=SpanQuery(agent=agent, limit=1)):
-        with_agent |= {recording.rollout.rollout_id for recording in page if recording.spans}
+async def _with_spans(
+    store: Store, found: Sequence[Recording], wanted: SpanQuery, fits: Callable[[Sequence[Span]], bool]
+) -> list[Recording]:
+    """Return the rollouts whose wanted spans fit."""
+    query = RolloutQuery(ids=tuple(recording.rollout.rollout_id for recording in found), limit=max(1, len(found)))
+    fitting: set[str] = set()
+    while found and (page := await store.recordings(query, spans=wanted)):
+        fitting |= {recording.rollout.rollout_id for recording in page if fits(recording.spans)}
         query = query.next(page[-1].rollout)
-    return [recording for recording in found if recording.rollout.rollout_id in with_agent]
+    return [recording for recording in found if recording.rollout.rollout_id in fitting]
+
+
+def _taught_nothing(spans: Sequence[Span]) -> bool:
+    records = training_of(spans)
+    return bool(records) and all(record.is_silent for record in records)
 
 
 def _filters(chosen: RolloutsFilter) -> dict[str, str]:
@@ -389,9 +497,11 @@ _PICKED = {
     "status": "{}",
     "experiment": "run {}",
     "agent": "agent {}",
+    "note": "with “{}” in a note",
     "low": "reward from {}",
     "high": "reward below {}",
     "reward": "without a reward",
+    "taught": "taught {}",
     "algorithm": "{}",
     "step": "step {}",
     "until": "to step {}",
@@ -402,11 +512,19 @@ _PICKED = {
 }
 """Phrases for filters, in the order in which they are shown."""
 
+_PICKED_VALUES = {
+    ("status", "failed"): "crashed or timed out",
+    ("reward", "low"): "reward of 0 or less",
+    ("reject", "cut_off"): "with a call cut off at the token limit",
+}
+"""Phrases for filters with these values."""
+
 
 def _picked(filters: Mapping[str, str]) -> list[Picked]:
     return [
         Picked(
-            words=words.format(filters[name].replace("_", " ") if name == "reject" else filters[name]),
+            words=_PICKED_VALUES.get((name, filters[name]))
+            or words.format(filters[name].replace("_", " ") if name == "reject" else filters[name]),
             without={other: value for other, value in filters.items() if other != name},
         )
         for name, words in _PICKED.items()
@@ -422,7 +540,7 @@ def _around(span: Span, said: str) -> str:
     return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
 
 
-def _row(recording: Recording, reward: float | None, said: str) -> RolloutRow:
+def _row(recording: Recording, reward: float | None, said: str, notes: list[str], alone: Collection[str]) -> RolloutRow:
     rollout = recording.rollout
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
     error = recording.attempts[-1].error if recording.attempts else None
@@ -443,43 +561,55 @@ def _row(recording: Recording, reward: float | None, said: str) -> RolloutRow:
         error=f"{error.type}: {error.message}"[:_TASK] if error else "",
         found=_around(recording.spans[0], said) if said else "",
         found_at=recording.spans[0].sequence if said else 0,
+        is_alone=rollout.rollout_id in alone,
+        notes=notes,
     )
 
 
 def _summary(found: Sequence[tuple[Recording, float | None]]) -> Summary:
     by_task: dict[str, list[float]] = {}
+    rated: list[Extreme] = []
     for recording, reward in found:
         if reward is not None and math.isfinite(reward):
             by_task.setdefault(recording.rollout.group_id or recording.rollout.rollout_id, []).append(reward)
+            rated.append(Extreme(rollout_id=recording.rollout.rollout_id, reward=reward))
     means = [fmean(rewards) for rewards in by_task.values()]
     low, high = interval(means) if len(means) > 1 else (None, None)
-    return Summary(rollouts=len(found), tasks=len(means), mean=fmean(means) if means else None, low=low, high=high)
+    rated.sort(key=lambda each: each.reward)
+    return Summary(
+        rollouts=len(found),
+        tasks=len(means),
+        mean=fmean(means) if means else None,
+        low=low,
+        high=high,
+        extremes=[rated[0], rated[-1]] if len(rated) > 1 else [],
+    )
 
 
 def _histogram(rewards: Sequence[float | None], filters: dict[str, str]) -> list[Bin]:
-    """Return bars of equal width, the last one open above, and a bar for rollouts without a reward."""
-    kept = {name: value for name, value in filters.items() if name not in ("low", "high", "reward")}
+    """Return a bar per reward, or bars of equal width for many rewards, and a bar for rollouts without a reward.
+
+    The last bar's query has no upper end of its own.
+    """
+    kept = {name: value for name, value in filters.items() if name not in ("low", "reward")}
     values = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
-    found = bars_of(values)
-    counts = Counter(bar_of(value, [low for low, _ in found]) for value in values)
+    edges = _edges(values)
+    counts = Counter(max((at for at, edge in enumerate(edges) if edge <= value), default=0) for value in values)
+    is_exact = len(edges) == len(set(values))
     bars: list[Bin] = []
-    for number, (start, end) in enumerate(found):
+    for at, (start, end) in enumerate(zip(edges, [*edges[1:], None], strict=False)):
+        high = start if is_exact else max(values) if end is None else end
         query = {**kept, "low": repr(start), **({} if end is None else {"high": repr(end)})}
-        bars.append(Bin(low=start, high=max(values) if end is None else end, count=counts[number], query=query))
+        bars.append(Bin(low=start, high=high, count=counts[at], query=query))
     if missing := rewards.count(None):
         bars.append(Bin(low=None, high=None, count=missing, query={**kept, "reward": "none"}))
     return bars
 
 
-def bars_of(values: Sequence[float]) -> list[tuple[float, float | None]]:
-    """Return the ends of bars of equal width that hold the given finite values; the last bar has no upper end."""
-    if not values:
-        return []
-    low, high = min(values), max(values)
-    edges = [low * (1 - index / _BINS) + high * (index / _BINS) for index in range(_BINS)] if low < high else [low]
-    return list(zip(edges, [*edges[1:], None], strict=True))
-
-
-def bar_of(value: float, edges: Sequence[float]) -> int:
-    """Return the number of a value's bar: the last one whose lower end is at or below the value, else the first."""
-    return max((index for index, edge in enumerate(edges) if edge <= value), default=0)
+def _edges(values: Sequence[float]) -> list[float]:
+    """Return the lower ends of the bars for some finite rewards."""
+    distinct = sorted(set(values))
+    if len(distinct) <= _FEW:
+        return distinct
+    low, high = distinct[0], distinct[-1]
+    return [low * (1 - index / _BINS) + high * (index / _BINS) for index in range(_BINS)]

@@ -11,6 +11,7 @@ from agl.contracts import CallUse
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Episode, MediaSpan, ModelCall, Record, Row, unpack_floats, unpack_ids
 from agl_inspect.rollouts.training import token_values
+from agl_inspect.rollouts.turns import tone_of
 
 WINDOW = 1000
 """The most tokens on a page."""
@@ -201,14 +202,16 @@ def sentences_of(row: RowSummary, uses: Mapping[str, CallUse], *, reason: str) -
     said = f"The model sampled {row.sampled:,} of {row.tokens:,} tokens; "
     if not trained:
         return said + "no step has trained on them."
-    said += "all of them trained." if count == row.sampled else f"{count:,} of them trained."
     advantages = {part.advantage for part in trained if part.advantage is not None}
+    if reason and advantages == {0}:
+        return f"{count:,} of {row.tokens:,} tokens could train; none changed the model{reason}."
+    said += "all of them trained." if count == row.sampled else f"{count:,} of them trained."
     if not advantages:
         return said
     low, high = min(advantages), max(advantages)
     if low < high:
         return f"{said} Their advantages are between {low:.4g} and {high:.4g}."
-    return f"{said} Their advantage is {low:.4g}{'' if low else reason}."
+    return f"{said} Their advantage is {low:.4g}."
 
 
 def cells_of(
@@ -231,14 +234,6 @@ def cells_of(
 def level_of(logprob: float) -> int:
     """Return the level of a token: 0 if it is certain, up to 6 if its probability is below 2 %."""
     return sum(1 for bound in _LEVELS if logprob < bound)
-
-
-def tone_of(advantage: float, largest: float) -> int:
-    """Return -3 (lowest) to 3 (highest advantage), on a scale that ends at ``largest``; 0 for no advantage."""
-    if not advantage or not math.isfinite(advantage):
-        return 0
-    size = 1 if abs(advantage) <= largest / 3 else 2 if abs(advantage) <= largest * 2 / 3 else 3
-    return size if advantage > 0 else -size
 
 
 def _with_uses(cells: Sequence[TokenCell], parts: Sequence[tuple[int, CallUse | None, int]]) -> list[TokenCell]:

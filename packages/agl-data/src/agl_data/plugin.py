@@ -9,6 +9,7 @@ _FORMATS = {
     "atif": ("atif:AtifWriter", "trajectories of ATIF 1.8, one a line"),
     "langfuse": ("langfuse:LangfuseWriter", "batches of events that Langfuse's API ingests, one a line"),
     "tinker": ("tinker:TinkerWriter", "Tinker's datums, one a line"),
+    "trl": ("trl_dataset:TrlWriter", "dialogues with pictures as a data set of TRL, as .parquet"),
     "verl": ("verl:VerlWriter", "VERL's agent loop outputs, as JSON lines or .parquet"),
 }
 

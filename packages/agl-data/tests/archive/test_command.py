@@ -13,7 +13,7 @@ from agl.errors import ConfigError
 from agl.schemas import Reward
 from agl_data.archive.command import archive, restore
 from agl_store_sqlite._store import SQLiteStore
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 
 from .conftest import record, record_context, span
 
@@ -42,8 +42,8 @@ def run(command, *words: str) -> Result:
 
 @pytest.mark.long
 def test_both_are_commands_of_agl_runs(folder):
-    assert "archived 4 rollouts of 1 experiment" in run_agl("data", "archive", "kept", "--remove", folder=folder)
-    assert "restored 4 rollouts of 1 experiment\n" in run_agl("data", "restore", "kept", folder=folder)
+    assert "archived 4 rollouts of 1 experiment" in invoke_agl("data", "archive", "kept", "--remove", folder=folder)
+    assert "restored 4 rollouts of 1 experiment\n" in invoke_agl("data", "restore", "kept", folder=folder)
 
 
 def test_archive_without_pyarrow_names_the_package_to_install(folder, monkeypatch):

@@ -1,15 +1,19 @@
 """Pictures go into an archive and to another store with the rollouts whose calls saw them."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from agl.contracts import Store
 from agl.errors import StoreError
-from agl.schemas import MediaSpan
+from agl.schemas import Blob, MediaSpan
 from agl.stores import MemoryStore
-from agl_data.archive.blobs import copy_blobs
+from agl_store_sqlite import SQLiteStore
+from agl_testing.commands import invoke_agl
 from agl_testing.stores.samples import make_blob, make_call, make_rollout, make_span, outcome_of, start_one
 
 from .conftest import archive, restore
@@ -21,7 +25,12 @@ DIGESTS = [ONE.digest, TWO.digest]
 async def with_pictures() -> MemoryStore:
     """Return a store with two rollouts that saw three pictures, one in no span, and a picture that no call saw."""
     store = MemoryStore()
-    await store.save_blobs([ONE, TWO, SEEN, OTHER])
+    await fill(store, ONE, TWO, SEEN, OTHER)
+    return store
+
+
+async def fill(store: Store, *blobs: Blob) -> None:
+    await store.save_blobs(blobs)
     for _ in range(2):
         claim = await start_one(store, make_rollout(experiment="sums"))
         media = [MediaSpan(offset=at, length=1, modality="image", digest=each) for at, each in enumerate(DIGESTS)]
@@ -29,7 +38,6 @@ async def with_pictures() -> MemoryStore:
             make_call(range(9), range(3)), media=tuple(media), inputs=(SEEN.digest, "https://example.com/a.png")
         )
         await store.finish([outcome_of(claim, spans=[make_span(claim, call=call)])])
-    return store
 
 
 def test_archive_holds_each_picture_once_and_restores_it(url: str) -> None:
@@ -53,10 +61,16 @@ def test_damaged_picture_in_an_archive_is_named(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_copy_leaves_out_pictures_that_the_source_lacks() -> None:
-    async def work() -> None:
-        store, other = await with_pictures(), MemoryStore()
-        await copy_blobs(store, other, [*DIGESTS, make_blob("missing").digest])
-        assert [ONE, TWO] == await other.blobs([*DIGESTS, OTHER.digest])
+def test_copy_leaves_out_pictures_that_the_source_lacks(tmp_path: Path) -> None:
+    asyncio.run(used(tmp_path / "from.db", lambda store: fill(store, ONE, SEEN, OTHER)))
+    invoke_agl("data", "copy", "from.db", "to.db", folder=tmp_path)
+    digests = [*DIGESTS, SEEN.digest, OTHER.digest]
+    assert [ONE, SEEN] == asyncio.run(used(tmp_path / "to.db", lambda store: store.blobs(digests)))
 
-    asyncio.run(work())
+
+async def used(path: Path, use: Callable[[Store], Awaitable[Any]]) -> Any:
+    store = SQLiteStore(f"sqlite:///{path}")
+    try:
+        return await use(store)
+    finally:
+        await store.close()

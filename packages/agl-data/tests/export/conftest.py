@@ -12,7 +12,7 @@ import pytest
 
 from agl import PluginManager
 from agl.contracts import CommandEntry, Recording, RolloutQuery
-from agl.episodes import build_episode
+from agl.episodes import EpisodeOptions, build_episode
 from agl.schemas import Episode
 from agl.stores import MemoryStore, read_recordings
 from agl_data.importing.importer import find_files, import_files
@@ -34,7 +34,10 @@ def plugins() -> PluginManager:
 
 
 def episode_of(recording: Recording, agents: str | None = None) -> Episode:
-    return build_episode(recording.rollout, recording.attempts[-1], recording.spans, agent_match=agents)
+    options = EpisodeOptions(processor=None)
+    return build_episode(
+        recording.rollout, recording.attempts[-1], recording.spans, agent_match=agents, options=options
+    )
 
 
 def export(form: str, recordings: Sequence[Recording], *, suffix: str = ".jsonl", agents: str | None = None) -> Export:

@@ -175,6 +175,7 @@ def test_table_holds_what_the_lines_hold() -> None:
     table = parquet.read_table(io.BytesIO(export("verl", [team()], suffix=".parquet").data)).to_pylist()
     lines = lines_of("verl", team())
 
+    assert [None, None] == [row.pop("multi_modal_data") for row in table]
     assert lines == [{**row, "extra_fields": json.loads(row["extra_fields"])} for row in table]
     assert [[3, 4, 5, 6], [8]] == [line["response_ids"] for line in lines]
     assert [[1, 1, 0, 1], [1]] == [line["response_mask"] for line in lines]

@@ -15,7 +15,7 @@ from agl.errors import AglError, ConfigError, DatasetError
 from agl.schemas import Json
 from agl_data.importing.importer import find_files, import_files
 from agl_data.importing.runs import Target
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 from agl_testing.waiting import wait_until
 
 from .conftest import Imports
@@ -200,7 +200,7 @@ def test_folder_without_files_says_which_names_are_read(tmp_path: Path, imports:
 
 def test_dry_run_writes_nothing_and_makes_no_store(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [chat("a", "b")])
-    said = run_agl("data", "import", "a.jsonl", "--dry-run", folder=tmp_path)
+    said = invoke_agl("data", "import", "a.jsonl", "--dry-run", folder=tmp_path)
 
     assert said.startswith(
         "would import 1 run into 'imported' from 1 file of chat: 1 model call, 1 task, 0 new rewards\n"

@@ -14,7 +14,7 @@ from opentelemetry.trace import Status, StatusCode, Tracer
 
 from agl.dialects import call_messages
 from agl.errors import DatasetError
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 
 from .conftest import Imports
 from .logs import chat, trajectory, write_lines
@@ -182,9 +182,9 @@ def test_rollouts_that_agl_otlp_wrote_come_back_with_agents_rewards_and_messages
     write_lines(tmp_path / "chats.jsonl", source)
     write_lines(tmp_path / "trajectories.jsonl", [trajectory()])
     url = f"sqlite:///{tmp_path}/there.db"
-    run_agl("data", "import", "chats.jsonl", "--reward", "reward", "--store", url, folder=tmp_path)
-    run_agl("data", "import", "trajectories.jsonl", "--reward", "extra.reward", "--store", url, folder=tmp_path)
-    run_agl("data", "otlp", "--contents", "--output", "traces.jsonl", "--store", url, folder=tmp_path)
+    invoke_agl("data", "import", "chats.jsonl", "--reward", "reward", "--store", url, folder=tmp_path)
+    invoke_agl("data", "import", "trajectories.jsonl", "--reward", "extra.reward", "--store", url, folder=tmp_path)
+    invoke_agl("data", "otlp", "--contents", "--output", "traces.jsonl", "--store", url, folder=tmp_path)
     done = imports(tmp_path / "traces.jsonl")
 
     agents = {"sums": 1, "guide": 1, "terminus-2": 1, "searcher": 1}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 
 from .logs import chat, write_lines
 
@@ -15,8 +15,8 @@ from .logs import chat, write_lines
 def exported(tmp_path: Path) -> Any:
     def export(lines: list[dict[str, Any]], *options: str) -> list[dict[str, Any]]:
         write_lines(tmp_path / "chats.jsonl", lines)
-        run_agl("data", "import", "chats.jsonl", "--reward", "score", folder=tmp_path)
-        run_agl("data", "export", "--format", "dpo", "--output", "pairs.jsonl", *options, folder=tmp_path)
+        invoke_agl("data", "import", "chats.jsonl", "--reward", "score", folder=tmp_path)
+        invoke_agl("data", "export", "--format", "dpo", "--output", "pairs.jsonl", *options, folder=tmp_path)
         return [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
 
     return export

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeGuard
 
 import msgspec
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 
 from agl.contracts import Recording
 from agl.schemas import (
+    Blob,
     Episode,
     Json,
     ModelCall,
@@ -40,10 +42,12 @@ class Exported(NamedTuple):
         recording: The rollout with all its attempts and all their spans.
         episode: The rollout's episode; calls of agents that ``--agents`` does not choose have the reject reason
             ``not_selected``.
+        blobs: The pictures and other inputs of the calls, by digest; those that the store no longer has are missing.
     """
 
     recording: Recording
     episode: Episode
+    blobs: Mapping[str, Blob] = MappingProxyType({})
 
 
 class Losses:

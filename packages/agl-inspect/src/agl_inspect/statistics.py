@@ -59,8 +59,13 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     @property
     def words(self) -> str:
         """The comparison in one line."""
+        return f"{self._outcome}: {self.facts}"
+
+    @property
+    def facts(self) -> str:
+        """The difference with its interval, the number of rewards, and how many more would lead to a verdict."""
         interval = ends(self.low, self.high, "+.4f")
-        return f"{self._outcome}: difference {self.difference:+.4f}{interval}{self._ratio}, {self._counts}{self._rest}"
+        return f"difference {self.difference:+.4f}{interval}{self._ratio}, {self._counts}{self._rest}"
 
     @property
     def _outcome(self) -> str:

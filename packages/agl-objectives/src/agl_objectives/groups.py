@@ -23,7 +23,7 @@ once more, at temperature 0. Greedy rollouts train nothing. If the greedy rollou
 group trains nothing either.
 
 An algorithm with a `source` collects nothing. Its step gets the groups that the sources have collected since its last
-step.
+step, without those in which only agents or policies that it does not train made calls.
 
 After a restart no rollout is run twice. The tasks of a round follow from the seed and the step (`tasks`), and the ids
 of the rollouts from their positions in the step, so a repeated step finds the rollouts that were already run.
@@ -140,6 +140,11 @@ class SampledGroups:
     metrics: dict[str, float]
     uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
     baselines: list[Baseline] = field(default_factory=list[Baseline])
+
+
+def _is_of_others(group: Sequence[Episode]) -> bool:
+    calls = [call for episode in group for call in episode.transitions]
+    return bool(calls) and all(call.reject == "not_selected" for call in calls)
 
 
 class GroupSampler:
@@ -273,9 +278,10 @@ class GroupSampler:
         """Return the groups that the sources have collected since the last step."""
         found = await self._context.recorded(after=self._after, max_age=None if self._max_age < 0 else self._max_age)
         self._after, self.is_over = dict(found.steps), found.is_over
+        groups = [group for group in found.groups() if not _is_of_others(group)]
         return SampledGroups(
-            groups=found.groups(),
-            episodes=list(found.episodes),
+            groups=groups,
+            episodes=[episode for group in groups for episode in group],
             dropped=Counter(found.dropped),
             metrics={f"dropped_{reason}": float(count) for reason, count in found.dropped.items()},
         )

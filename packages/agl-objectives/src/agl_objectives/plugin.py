@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agl import CommandEntry, hookimpl
+from agl import AlgorithmEntry, CommandEntry, hookimpl
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,6 +18,18 @@ def agl_objectives() -> Iterable[str]:
     """Yield the modules whose functions and classes are decorated with `loss` or `estimator`."""
     yield "agl_objectives.losses"
     yield "agl_objectives.estimators"
+
+
+@hookimpl
+def agl_algorithms() -> Iterable[AlgorithmEntry]:
+    """Register the algorithm whose tasks an agent writes."""
+    yield AlgorithmEntry(
+        name="mint",
+        factory="agl_objectives.minting:Mint",
+        summary="tasks that an agent writes during the run, for other algorithms to learn from",
+        tunes=("json",),
+        needs_token_ids=False,
+    )
 
 
 @hookimpl

@@ -28,7 +28,7 @@ from agl.contracts import CallUse
 from agl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -187,6 +187,10 @@ class ReplayPool(Generic[R]):
     def clear(self) -> None:
         """Remove all rollouts; call this when training continues from other weights than those that sampled them."""
         self._versions, self._kept = [], []
+
+    def drop(self, rollouts: Collection[str]) -> None:
+        """Remove rollouts that can no longer be trained on."""
+        self._kept = [each for each in self._kept if each.rows[0].rollout not in rollouts]
 
     @property
     def rows(self) -> list[R]:

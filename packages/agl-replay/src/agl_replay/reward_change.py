@@ -18,7 +18,7 @@ _EQUAL = 1e-9
 """Largest difference of rewards that count as equal; sums of the same parts in another order differ by less."""
 
 
-_GOOD = 0.5
+GOOD = 0.5
 """The least reward or rating that counts as good."""
 
 _DRAWS = 1000
@@ -173,7 +173,7 @@ def agreement(pairs: Sequence[tuple[float, float]]) -> Agreement | None:
     rewards and ratings. Unlike the usual interval from a standard error, it has a width if all pairs agree. The pairs
     have to be independent: of several rollouts of one task, the interval is too narrow.
     """
-    table = Counter((reward >= _GOOD, rating >= _GOOD) for reward, rating in pairs)
+    table = Counter((reward >= GOOD, rating >= GOOD) for reward, rating in pairs)
     cells = [table[cell] for cell in ((True, True), (True, False), (False, True), (False, False))]
     if not (cells[0] + cells[2] and cells[1] + cells[3]):
         return None

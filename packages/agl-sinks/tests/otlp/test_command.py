@@ -7,7 +7,7 @@ import pytest
 
 import agl
 from agl_run import Quiet
-from agl_testing.commands import run_agl
+from agl_testing.commands import invoke_agl
 
 from .agents import QUESTIONS, plain
 from .backends import Backend
@@ -23,9 +23,9 @@ def recorded(tmp_path: Path) -> Path:
 
 
 def test_recorded_rollouts_are_sent_and_again_with_the_same_ids(recorded: Path, backend: Backend) -> None:
-    said = run_agl("data", "otlp", "--endpoint", backend.url, folder=recorded)
+    said = invoke_agl("data", "otlp", "--endpoint", backend.url, folder=recorded)
     first = {(span.trace_id, span.span_id, span.name) for span in backend.spans}
-    run_agl("data", "otlp", "small-1-validate-val-00000-00001-000", "--endpoint", backend.url, folder=recorded)
+    invoke_agl("data", "otlp", "small-1-validate-val-00000-00001-000", "--endpoint", backend.url, folder=recorded)
 
     assert f"3 rollouts sent to {backend.url}/v1/traces\n" == said
     assert 3 == len({trace for trace, _, _ in first})
@@ -34,8 +34,8 @@ def test_recorded_rollouts_are_sent_and_again_with_the_same_ids(recorded: Path, 
 
 
 def test_a_file_holds_otlp_json_with_hexadecimal_ids(recorded: Path, backend: Backend) -> None:
-    run_agl("data", "otlp", "--output", "traces.jsonl", folder=recorded)
-    run_agl("data", "otlp", "--endpoint", backend.url, folder=recorded)
+    invoke_agl("data", "otlp", "--output", "traces.jsonl", folder=recorded)
+    invoke_agl("data", "otlp", "--endpoint", backend.url, folder=recorded)
 
     lines = [json.loads(line) for line in (recorded / "traces.jsonl").read_text().splitlines()]
     written = [
@@ -52,7 +52,7 @@ def test_a_backend_that_refuses_is_named_with_the_next_step(recorded: Path, back
     backend.faults.append((404, {}))
 
     with pytest.raises(AssertionError) as refused:
-        run_agl("data", "otlp", "--endpoint", backend.url, folder=recorded)
+        invoke_agl("data", "otlp", "--endpoint", backend.url, folder=recorded)
 
     text = str(refused.value)
     assert f"{backend.url}/v1/traces answered 404 Not Found: no; check the path of the endpoint" in text
@@ -63,8 +63,8 @@ def test_a_backend_that_refuses_is_named_with_the_next_step(recorded: Path, back
 def test_a_file_needs_no_backend_and_takes_no_settings_of_one(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4317")
 
-    said = run_agl("data", "otlp", "--output", "traces.jsonl", folder=recorded)
+    said = invoke_agl("data", "otlp", "--output", "traces.jsonl", folder=recorded)
 
     assert "3 rollouts written to traces.jsonl\n" == said
     with pytest.raises(AssertionError, match="leave out --endpoint and --headers-env"):
-        run_agl("data", "otlp", "--output", "traces.jsonl", "--endpoint", "http://127.0.0.1:4318", folder=recorded)
+        invoke_agl("data", "otlp", "--output", "traces.jsonl", "--endpoint", "http://127.0.0.1:4318", folder=recorded)

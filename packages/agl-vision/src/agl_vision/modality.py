@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from agl.errors import ConfigError
 from agl.schemas import MediaSpan
@@ -188,7 +189,8 @@ def _processor(model: str, config: Any) -> Any:
             "Use a model of another family, such as Qwen2-VL or SmolVLM."
         )
     reads = type(name, (kind,), {"get_attributes": classmethod(lambda _: ["image_processor", "tokenizer"])})
-    image_processor = _hf.AutoImageProcessor.from_pretrained(model, backend="pil")
+    # The name in `transformers` itself asks for torchvision in releases before 5.23.
+    image_processor = cast("Any", AutoImageProcessor).from_pretrained(model, backend="pil")
     tokenizer = _hf.AutoTokenizer.from_pretrained(model)
     return reads(image_processor=image_processor, tokenizer=tokenizer, **_settings(model, kind))
 

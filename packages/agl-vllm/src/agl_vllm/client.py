@@ -39,9 +39,9 @@ class ServerClient:
     def _root(self) -> str:
         return self.base_url.removesuffix("/v1")
 
-    async def is_healthy(self) -> bool:
-        """Return true if the server is up and its engine is running."""
-        timeout = aiohttp.ClientTimeout(total=10)
+    async def is_healthy(self, *, within_s: float = 10.0) -> bool:
+        """Return true if the server answers within the time that its engine is running."""
+        timeout = aiohttp.ClientTimeout(total=within_s)
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,

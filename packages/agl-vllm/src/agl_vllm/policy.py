@@ -319,8 +319,8 @@ class VLLMPolicy:
             )
             for number in range(chosen.replicas)
         ]
+        self._clients = [server.client for server in self._servers]
         await run_together(server.start(model=self._full.uri) for server in self._servers)
-        self._clients = [server.client for server in self._servers]  # a start may have changed the address
 
     async def _may_sleep(self) -> bool:
         """Return true if servers are to be started with sleep mode."""
@@ -360,7 +360,7 @@ class VLLMPolicy:
 
     async def _revive(self, server: LocalServer) -> None:
         """Restart a server of this policy if it has died, with its latest full weights."""
-        if not (server.is_running and await server.client.is_healthy()):
+        if not (server.is_running and await server.client.is_healthy(within_s=self._settings.sync_timeout_s)):
             _LOG.warning("policy %r: the server at %s has died; starting it again", self.name, server.client.base_url)
             await self._restart(server, self._full)
 

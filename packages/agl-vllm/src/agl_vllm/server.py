@@ -82,7 +82,7 @@ class LaunchSettings:
 
 
 class LocalServer:
-    """Starts and stops one vLLM server, any number of times; its address is chosen by the first start and then stays.
+    """Starts and stops one vLLM server, any number of times, at one address.
 
     Args:
         settings: The settings with which the server is started.
@@ -95,15 +95,12 @@ class LocalServer:
         self._log = log
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
-        self._has_served = False
-        self._choose_port()
-
-    def _choose_port(self) -> None:
-        with socket.socket() as found:
-            # The port is free now, but another program may take it before vLLM listens on it.
-            found.bind(("127.0.0.1", 0))
-            self._port = int(found.getsockname()[1])
-        timeout_s = self._settings.chosen.sync_timeout_s
+        # Nobody else gets the port while this is bound to it; vLLM may listen there, as it sets the option too.
+        self._reservation = socket.socket()
+        self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reservation.bind(("127.0.0.1", 0))
+        self._port = int(self._reservation.getsockname()[1])
+        timeout_s = settings.chosen.sync_timeout_s
         self.client = ServerClient(f"http://127.0.0.1:{self._port}/v1", timeout_s=timeout_s)
 
     @property
@@ -114,21 +111,14 @@ class LocalServer:
     async def start(self, *, model: str) -> None:
         """Serve ``model``; returns once the server is healthy.
 
-        If another program took the port since it was chosen, the first start takes another one.
-
         Raises:
             PolicyError: The server ended or took too long (the message has the last lines that it printed), or another
-                program already answers at its address.
+                program already answers at its address, which is possible when it starts again.
         """
-        for is_last in (False, False, True):
-            try:
-                await self._launch(model)
-                self._has_served = True
-                return
-            except PolicyError:
-                if is_last or self._has_served or not _is_taken(self._port):
-                    raise
-                self._choose_port()
+        try:
+            await self._launch(model)
+        finally:
+            self._reservation.close()
 
     async def _launch(self, model: str) -> None:
         if await self.client.is_healthy():
@@ -236,13 +226,3 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _is_taken(port: int) -> bool:
-    with socket.socket() as found:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger do not count
-        try:
-            found.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-    return False

@@ -51,6 +51,7 @@ _CODE = re.compile(
     r"|^(\d{3}) (?:UNAVAILABLE|INTERNAL|RESOURCE_EXHAUSTED|DEADLINE_EXCEEDED)\b"  # google.genai
     r"|\b(?i:HTTP(?: Error| status|/[\d.]+)?:? )(\d{3})\b"  # urllib, and messages of an agent's own
     r"|\b(?i:status(?:[ _]code)?[ :=]+)(\d{3})\b"
+    r"|\banswered (\d{3}): "  # the judge of agl-rewards
 )
 _AWS_CODE = re.compile(r"An error occurred \((\w+)\)")
 _MESSAGE = re.compile(

@@ -55,12 +55,16 @@ class Pictures:
     async def ready(self, store: Store, episodes: Sequence[Episode]) -> list[Episode]:
         """Read the pictures of episodes from the store, and return the episodes without calls that cannot train."""
         calls = [call for episode in episodes for call in episode.transitions]
-        digests = {span.digest for call in calls if call.reject in ("", "not_selected") for span in call.media}
-        missing = sorted(digests - self._blobs.keys())
+        spans = [span for call in calls if call.reject in ("", "not_selected") for span in call.media]
+        await self.read(store, spans)
+        return await asyncio.to_thread(lambda: [self._checked(episode) for episode in episodes])
+
+    async def read(self, store: Store, spans: Sequence[MediaSpan]) -> None:
+        """Read the pictures of spans from the store; those that it no longer has stay away."""
+        missing = sorted({span.digest for span in spans} - self._blobs.keys())
         for start in range(0, len(missing), _AT_ONCE):
             found = await store.blobs(missing[start : start + _AT_ONCE])
             self._blobs |= {blob.digest: blob for blob in found}
-        return await asyncio.to_thread(lambda: [self._checked(episode) for episode in episodes])
 
     def of(self, spans: Sequence[MediaSpan]) -> RowPictures | None:
         """Return the pictures of a row with these spans; None without spans, or if a picture is not there."""

@@ -2,32 +2,38 @@
 
 `agl_objectives.replay` chooses the rollouts. An older version mu of the policy sampled them, so their tokens get the
 weights c_t = min(pi_old / mu, bound). `objective.py` makes the same correction for the sampler's numerics. The files
-keep the rollouts over a restart.
+keep the rollouts over a restart; pictures stay in the store, and a rollout whose picture is gone by then is dropped.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
+from agl.schemas import MediaSpan, to_builtins
 from agl_algo_torch.learner.batch import RowSample
 from agl_algo_torch.learner.typed_torch import read_tensors, write_tensors
 from agl_objectives.directories import damage, prune, step_directory, write_directory
 from agl_objectives.replay import ReplayPool
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
     from agl.contracts import CallUse
     from agl_algo_torch.learner.objective import PolicyObjective
+    from agl_algo_torch.learner.pictures import Pictures
     from agl_algo_torch.learner.policy_learner import PolicyLearner
     from agl_objectives.settings import Replay
+
+    Shown = Callable[[Sequence[MediaSpan]], Awaitable[Pictures | None]]
 
 TENSORS = ("ids", "mask", "advantages", "behaviour", "temperature")
 """Names of the tensors that are saved for a row; a later step computes the others again."""
@@ -50,8 +56,8 @@ class ReplayBuffer:
         self.share, self.bound = settings.share, settings.bound
 
     def add(self, version: str, rows: Sequence[RowSample], *, uses: Mapping[str, tuple[CallUse, ...]]) -> None:
-        """Add a step's rollouts to the pool; rows with pictures are left out, because the files hold no pictures."""
-        self.pool.add(version, [row for row in rows if row.pictures is None], uses=uses)
+        """Add a step's rollouts to the pool."""
+        self.pool.add(version, rows, uses=uses)
 
     def weighed(
         self, rows: Sequence[RowSample], *, objective: PolicyObjective, learner: PolicyLearner
@@ -80,27 +86,50 @@ class ReplayBuffer:
             rows = self.pool.rows
             tensors = {f"{i}/{name}": getattr(row, name) for i, row in enumerate(rows) for name in TENSORS}
             write_tensors(tensors, directory / "rows.safetensors")
-            state = {"pool": self.pool.state(), "names": [row.rollout for row in rows]}
+            seen = [row.pictures for row in rows]
+            state: dict[str, Any] = {
+                "pool": self.pool.state(),
+                "names": [row.rollout for row in rows],
+                "media": [[] if own is None else to_builtins(own.spans) for own in seen],
+                "processor": next((own.modality.processor for own in seen if own is not None), ""),
+            }
             (directory / REPLAY_FILE).write_text(json.dumps(state), encoding="utf-8")
 
         write_directory(step_directory(workdir / "replay", step), fill)
         prune(workdir / "replay", step=step, keep=max(2, keep), kept=kept)
 
-    def load(self, workdir: Path, *, step: int) -> None:
-        """Continue with the rows that were saved at a step; without whole saved rows the pool stays as it is."""
+    async def load(self, workdir: Path, *, step: int, shown: Shown) -> None:
+        """Continue with the rows that were saved at a step; without whole saved rows the pool stays as it is.
+
+        `shown` reads pictures, see `TunedPolicy.shown`. Rollouts are dropped if a picture is gone or went through
+        another processor.
+        """
         source = step_directory(workdir / "replay", step)
-        if not self.share or damage(source, state=REPLAY_FILE):
+        if not self.share or await asyncio.to_thread(damage, source, state=REPLAY_FILE):
             return
-        state = json.loads((source / REPLAY_FILE).read_text(encoding="utf-8"))
-        tensors = read_tensors(source / "rows.safetensors")
-        rows = [_row(rollout, tensors, number) for number, rollout in enumerate(state["names"])]
+        state, rows = await asyncio.to_thread(_read, source)
+        media = msgspec.convert(state["media"], list[tuple[MediaSpan, ...]])
+        spans = [span for own in media for span in own]
+        pictures = await shown(spans) if spans else None
+        known = pictures if pictures is not None and pictures.modality.processor == state["processor"] else None
+        rows = [
+            replace(row, pictures=known.of(own)) if known is not None else row
+            for row, own in zip(rows, media, strict=True)
+        ]
         self.pool.restore(state["pool"], rows)
+        self.pool.drop({row.rollout for row, own in zip(rows, media, strict=True) if own and row.pictures is None})
 
     def _weights(self, row: RowSample) -> Tensor:
         """Return c_t of every token, [T]; only the values at trained tokens are meaningful."""
         if row.old is None:
             raise AssertionError("log pi_old of a replayed row is computed first")
         return (row.old - row.behaviour).exp().clamp(max=self.bound)
+
+
+def _read(source: Path) -> tuple[dict[str, Any], list[RowSample]]:
+    state = json.loads((source / REPLAY_FILE).read_text(encoding="utf-8"))
+    tensors = read_tensors(source / "rows.safetensors")
+    return state, [_row(rollout, tensors, number) for number, rollout in enumerate(state["names"])]
 
 
 def _row(rollout: str, tensors: Mapping[str, Tensor], number: int) -> RowSample:

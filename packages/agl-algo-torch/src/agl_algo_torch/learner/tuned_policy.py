@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from agl.contracts import AlgorithmContext, CallUse
-    from agl.schemas import Json, ResourceVersion
+    from agl.schemas import Json, MediaSpan, ResourceVersion
     from agl_objectives.groups import GroupSampler
     from agl_objectives.settings import Saving
 
@@ -128,6 +128,13 @@ class TunedPolicy:
             return found
         episodes = await self.pictures.ready(self._context.store, found.episodes)
         return msgspec.structs.replace(found, episodes=tuple(episodes))
+
+    async def shown(self, spans: Sequence[MediaSpan]) -> Pictures | None:
+        """Open the policy, and read the pictures of spans from the store; returns None for a model of text."""
+        await self.learner()
+        if self.pictures is not None:
+            await self.pictures.read(self._context.store, spans)
+        return self.pictures
 
     @property
     def rate(self) -> float:

@@ -255,7 +255,8 @@ class PluginManager:
         said = ("the plugin %s still loads; %s", source.shown_name, source.remedy)
         slow = threading.Timer(SLOW_S, _log.warning, said)
         slow.daemon = True
-        slow.start()
+        if point.module not in sys.modules:
+            slow.start()
         try:
             check_bound(source, agl.__version__)
             # What a plugin prints must not mix with a command's output, which a program may read.

@@ -1,5 +1,9 @@
 """Finds plugins by entry point, describes their origin in messages, and checks their required version of the core."""
 
+import os
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 
 from agl._hookspecs import PROJECT
@@ -53,11 +57,28 @@ def installed(distribution_name: str = "") -> list[tuple[Source, EntryPoint]]:
 
     No plugin is imported; call ``load`` of its entry point to import it.
     """
+    if not distribution_name:
+        return _all(_folders())
     try:
-        points = distribution(distribution_name).entry_points if distribution_name else entry_points()
+        return _read(distribution(distribution_name).entry_points)
     except PackageNotFoundError:
         return []
-    found = [(_source_of(point), point) for point in points.select(group=PROJECT)]
+
+
+def _folders() -> tuple[tuple[str, int], ...]:
+    """The folders in which Python looks for distributions, each with the time of its last change."""
+    names = [name or os.getcwd() for name in sys.path]
+    return tuple((name, os.stat(name).st_mtime_ns) for name in names if os.path.exists(name))
+
+
+@lru_cache(maxsize=1)
+def _all(_: tuple[tuple[str, int], ...]) -> list[tuple[Source, EntryPoint]]:
+    """Read all entry points, which are kept until a folder changes: that takes a file of every distribution."""
+    return _read(entry_points(group=PROJECT))
+
+
+def _read(points: Iterable[EntryPoint]) -> list[tuple[Source, EntryPoint]]:
+    found = [(_source_of(point), point) for point in points if point.group == PROJECT]
     return sorted(found, key=lambda pair: (pair[0].name, pair[0].distribution))
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import agl
 from agl import semconv
 from agl.contracts import Recording
-from agl.schemas import Json, ModelCall, Span, Usage, unpack_floats, unpack_ids
+from agl.schemas import Blob, Json, ModelCall, Span, Usage, unpack_floats, unpack_ids
 from agl_data.export.about import call_about, rewards_about, rollout_about
 from agl_data.export.conversations import (
     Conversation,
@@ -22,6 +22,7 @@ from agl_data.export.conversations import (
     function_of,
     objects_in,
 )
+from agl_data.export.pictures import data_url, url_of
 from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers, without_empty
 from agl_inspect.exports import Exported, ExportSetup, Losses, chat_tools
 
@@ -30,7 +31,7 @@ _NO_CALLS = "rollouts without a model call that was answered: left out"
 _SPANS = "spans of agents, nodes, tools and others: their names and results stay, their times and attributes do not"
 _PATHS = "model calls within several agents, nodes or tools: only the nearest name stays"
 _TOOLS = "model calls with other tools than their conversation's first call has: those of the first one stay"
-_MEDIA = "parts of messages other than text and images of a known type: left out"
+_MEDIA = "parts of messages other than text and pictures of a known type that the store has: left out"
 _RESULTS = "results of tools that no call before them asked for: without the call's id"
 _NOT_TRAINED = "model calls that may not train, by their reject reason: without token ids"
 _MISMATCH = "model calls with another number of log-probabilities than of tokens: without log-probabilities"
@@ -91,7 +92,7 @@ class _Trajectories:
         }
 
     def _trajectory(self, conversation: Conversation) -> dict[str, Json]:
-        steps = _Steps(conversation, self._callers, self._lose)
+        steps = _Steps(conversation, self._callers, self._item.blobs, self._lose)
         tools = chat_tools(conversation.turns[0].call)
         differ = sum(chat_tools(turn.call) != tools for turn in conversation.turns)
         self._lose(_TOOLS, differ)
@@ -121,8 +122,10 @@ class _Trajectories:
 class _Steps:
     """Makes the steps of a conversation."""
 
-    def __init__(self, conversation: Conversation, callers: Mapping[str, list[str]], lose: Any) -> None:
-        self._callers, self._lose = callers, lose
+    def __init__(
+        self, conversation: Conversation, callers: Mapping[str, list[str]], blobs: Mapping[str, Blob], lose: Any
+    ) -> None:
+        self._callers, self._blobs, self._lose = callers, blobs, lose
         self.made: list[dict[str, Any]] = []
         for turn in conversation.turns:
             for message in turn.before:
@@ -199,9 +202,9 @@ class _Steps:
     def _part(self, part: Message) -> dict[str, Json] | None:
         if isinstance(part.get("text"), str):
             return {"type": "text", "text": part["text"]}
-        given = part.get("image_url")
-        url = cast("Message", given).get("url") if isinstance(given, dict) else given
-        kind = _image_type(url) if isinstance(url, str) else ""
+        url = url_of(part)
+        url = data_url(self._blobs[url]) if url in self._blobs else url
+        kind = _image_type(url)
         return {"type": "image", "source": {"media_type": kind, "path": url}} if kind else None
 
     def _metrics(self, turn: Turn) -> dict[str, Json]:

@@ -2,7 +2,7 @@
 
 import pprint
 import re
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,8 +26,9 @@ from agl.stores import read_recordings
 from agl_data.export.dialogues import dialogues
 from agl_data.export.formats import ExportCommand, FormatName, export_with_plugin
 from agl_data.export.models import OF_WEIGHTS, model_card, write_model
-from agl_data.export.preferences import is_good, pairs, recorded
-from agl_data.export.target import STDOUT, target_of
+from agl_data.export.pictures import with_payloads
+from agl_data.export.preferences import pairs, recorded
+from agl_data.export.target import STDOUT, print_losses, target_of
 from agl_inspect.exports import Exported, Losses
 from agl_inspect.rollouts.span_reader import CHOSEN_PAGE, SpanReader
 from agl_inspect.terminal.opening import complete_rollout, pass_manager, store_option, with_store
@@ -94,7 +95,7 @@ def export(
     if output is not None and output.suffix.lower() == ".parquet" and not is_parquet:
         raise ConfigError(
             f"--format {form} writes JSON lines, and {str(output)!r} says Parquet; name an --output that ends in "
-            ".jsonl. Parquet comes from --format verl, and from agl data archive, whose tables pandas reads"
+            ".jsonl. Parquet comes from --format trl and verl, and from agl data archive, whose tables pandas reads"
         )
     query = make_query(experiment, status, mode, limit=100)
     if chosen is not None and (form != "spans" or min_reward is not None or agents is not None):
@@ -110,15 +111,20 @@ def export(
             return await export_with_plugin(
                 manager, store, named, form=form, output=output, agents=agents, min_reward=min_reward
             )
-        with target_of(output, Losses()) as target:
+        losses = Losses()
+        with target_of(output, losses) as target:
             if chosen is not None:
                 return await _write_spans(store, named, chosen, target)
             if form == "dpo":
-                return await _write_pairs(pairs(store, named, agents, min_reward=min_reward), target)
-            async for item in recorded(store, named, agents):
-                for line in _LINES[form](item) if is_good(item.episode, min_reward) else ():
-                    target.write(to_json(line) + b"\n")
-                    count += 1
+                found = pairs(store, named, agents, min_reward=min_reward, losses=losses)
+                count = await _write_pairs(found, target)
+            else:
+                has_blobs = form == "messages"
+                async for item in recorded(store, named, agents, min_reward=min_reward, has_blobs=has_blobs):
+                    for line in _LINES[form](item, losses):
+                        target.write(to_json(line) + b"\n")
+                        count += 1
+        print_losses(losses, form)
         return count
 
     count = with_store(manager, store_url, work)
@@ -217,11 +223,16 @@ def _plain(record: Transition | Row) -> dict[str, Any]:
     }
 
 
-_LINES: dict[str, Callable[[Exported], Iterable[Any]]] = {
-    "messages": lambda item: dialogues(item.episode, item.recording.spans),
-    "transitions": lambda item: (
+def _dialogues(item: Exported, losses: Losses) -> Iterator[dict[str, Any]]:
+    for line in dialogues(item.episode, item.recording.spans):
+        yield {**line, "messages": with_payloads(line["messages"], item, losses)}
+
+
+_LINES: dict[str, Callable[[Exported, Losses], Iterable[Any]]] = {
+    "messages": _dialogues,
+    "transitions": lambda item, _: (
         {**_plain(call), "episode_reward": item.episode.reward} for call in item.episode.transitions
     ),
-    "rows": lambda item: ({**_plain(row), "reward": item.episode.reward} for row in item.episode.rows),
-    "spans": lambda item: item.recording.spans,
+    "rows": lambda item, _: ({**_plain(row), "reward": item.episode.reward} for row in item.episode.rows),
+    "spans": lambda item, _: item.recording.spans,
 }

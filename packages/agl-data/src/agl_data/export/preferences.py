@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from agl.contracts import RolloutQuery, Store
-from agl.episodes import build_episode
-from agl.schemas import Episode
+from agl.episodes import EpisodeOptions, build_episode
 from agl.stores import read_recordings
 from agl_data.export.dialogues import begins_alike, dialogues
-from agl_inspect.exports import Exported
+from agl_data.export.pictures import blobs_of, with_payloads
+from agl_inspect.exports import Exported, Losses
 from agl_inspect.terminal.query import deciding
 
 GAP = 1e-6
@@ -29,19 +29,24 @@ class Ends(NamedTuple):
         return self.best[0] - self.worst[0] >= GAP
 
 
-async def recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[Exported]:
+async def recorded(
+    store: Store, query: RolloutQuery, agents: str | None, *, min_reward: float | None = None, has_blobs: bool = True
+) -> AsyncIterator[Exported]:
     """Yield the rollouts that a query finds, with their episodes.
 
-    An episode rejects the calls of agents whose names do not match the regular expression ``agents``.
+    Args:
+        store: The store.
+        query: Chooses the rollouts.
+        agents: Regular expression for the names of the agents; an episode rejects the calls of all others.
+        min_reward: Smallest reward of a rollout that is yielded; ``None`` for no limit.
+        has_blobs: Read the pictures and other inputs of the calls.
     """
+    options = EpisodeOptions(processor=None)
     async for recording in read_recordings(store, query, spans="all"):
         attempt = deciding(recording.rollout, recording.attempts)
-        yield Exported(recording, build_episode(recording.rollout, attempt, recording.spans, agent_match=agents))
-
-
-def is_good(episode: Episode, min_reward: float | None) -> bool:
-    """Return true if the episode's reward is at least ``min_reward``, or if ``min_reward`` is ``None``."""
-    return min_reward is None or (episode.reward is not None and episode.reward >= min_reward)
+        episode = build_episode(recording.rollout, attempt, recording.spans, agent_match=agents, options=options)
+        if min_reward is None or (episode.reward is not None and episode.reward >= min_reward):
+            yield Exported(recording, episode, await blobs_of(store, recording) if has_blobs else {})
 
 
 async def ends_of(found: AsyncIterable[Exported]) -> dict[str, Ends]:
@@ -59,7 +64,7 @@ async def ends_of(found: AsyncIterable[Exported]) -> dict[str, Ends]:
 
 
 async def pairs(
-    store: Store, query: RolloutQuery, agents: str | None, *, min_reward: float | None
+    store: Store, query: RolloutQuery, agents: str | None, *, min_reward: float | None, losses: Losses
 ) -> AsyncIterator[list[dict[str, Any]]]:
     """Yield one list per task: a preference pair for each conversation in which the task's best and worst runs differ.
 
@@ -70,18 +75,19 @@ async def pairs(
         query: Chooses the runs.
         agents: Regular expression for the names of the agents whose calls count; ``None`` for all.
         min_reward: Smallest reward of the best run for which a task gives pairs; ``None`` for no limit.
+        losses: Counts the pictures that the store no longer has.
     """
-    ends = await ends_of(recorded(store, query, agents))
+    ends = await ends_of(recorded(store, query, agents, has_blobs=False))
     for each in ends.values():
         if not each.is_pair or (min_reward is not None and each.best[0] < min_reward):
             yield []
             continue
         both = msgspec.structs.replace(query, ids=[each.best[1], each.worst[1]])
         runs = {item.episode.rollout.rollout_id: item async for item in recorded(store, both, agents)}
-        yield list(_lines(runs[each.best[1]], runs[each.worst[1]]))
+        yield list(_lines(runs[each.best[1]], runs[each.worst[1]], losses))
 
 
-def _lines(best: Exported, worst: Exported) -> Iterator[dict[str, Any]]:
+def _lines(best: Exported, worst: Exported, losses: Losses) -> Iterator[dict[str, Any]]:
     """Yield a pair for each conversation in which both runs answer differently after a common prefix.
 
     Conversations are matched by agent and order.
@@ -97,9 +103,9 @@ def _lines(best: Exported, worst: Exported) -> Iterator[dict[str, Any]]:
         if not start or not all(map(_has_answer, sides)) or chosen.get("tools") != rejected.get("tools"):
             continue
         yield {
-            "prompt": chosen["messages"][:start],
-            "chosen": sides[0],
-            "rejected": sides[1],
+            "prompt": with_payloads(chosen["messages"][:start], best, losses),
+            "chosen": with_payloads(sides[0], best, losses),
+            "rejected": with_payloads(sides[1], worst, losses),
             **({"tools": chosen["tools"]} if "tools" in chosen else {}),
             "agent": chosen["agent"],
             "rollout_ids": [chosen["rollout_id"], rejected["rollout_id"]],

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 from agl.dialects import call_messages
 from agl.errors import ConfigError
-from agl.schemas import Row, unpack_floats, unpack_ids
+from agl.schemas import Row, to_builtins, unpack_floats, unpack_ids
 from agl_data.export.about import rewards_about, rollout_about
+from agl_data.export.pictures import data_url
 from agl_data.json_values import without_empty
 from agl_inspect.exports import Exported, Losses
 
 TEXTS = "model calls, whose messages, tools and times stay behind: token ids stand for them"
+_NO_PICTURE = "rows with a picture that the store no longer has: left out"
 _REASONS = {
     "error": "model calls that failed: left out",
     "incomplete": "model calls whose answer was cut: left out",
@@ -19,7 +21,7 @@ _REASONS = {
     "missing_token_ids": "model calls without token ids: left out",
     "length_mismatch": "model calls with another number of log-probabilities than of tokens: left out",
     "empty_response": "model calls with an empty answer: left out",
-    "non_token_input": "model calls with images or audio: left out",
+    "non_token_input": "model calls with pictures or other inputs whose tokens are unknown: left out",
     "not_selected": "model calls of agents that --agents does not choose: left out",
     "late": "model calls that were recorded after the attempt had ended: left out",
     "unseen_calls": "model calls of attempts of which others were not recorded: left out",
@@ -38,7 +40,9 @@ class ExportedRow(NamedTuple):
         logprobs: Behaviour log-probabilities, 0.0 where the mask is 0, [T].
         turns: Number of messages in the branch's last call, including the answer.
         latency_s: Total seconds that the branch's calls took.
-        about: The rollout's fields and rewards, the number of the branch, and the segments.
+        about: The rollout's fields and rewards, the number of the branch, and the segments; with pictures, also
+            their processor, and their digests with the tokens that stand for them.
+        pictures: The pictures as data URLs, in the order of their tokens.
     """
 
     ids: list[int]
@@ -47,6 +51,7 @@ class ExportedRow(NamedTuple):
     turns: int
     latency_s: float
     about: dict[str, Any]
+    pictures: list[str]
 
 
 def why_left_out(reason: str) -> str:
@@ -78,6 +83,9 @@ class RowMaker:
         rewards = rewards_about(item, calls, self._losses) if calls else []
         for row in episode.rows:
             self._rows += 1
+            if any(span.digest not in item.blobs for span in row.media):
+                self._losses.add(_NO_PICTURE, rollout_id)
+                continue
             yield _row(item, row, {**about, **without_empty({"rewards": rewards})})
 
     def check(self) -> None:
@@ -110,5 +118,11 @@ def _row(item: Exported, row: Row, about: dict[str, Any]) -> ExportedRow:
         logprobs=unpack_floats(row.logprobs),
         turns=len(call_messages(calls[-1])),
         latency_s=sum(call.latency_s for call in calls),
-        about={**about, "branch": row.branch, "segments": segments},
+        about={
+            **about,
+            "branch": row.branch,
+            "segments": segments,
+            **without_empty({"processor": row.processor, "media": to_builtins(row.media)}),
+        },
+        pictures=[data_url(item.blobs[span.digest]) for span in row.media],
     )

@@ -10,6 +10,8 @@ from agl_data.export.rows import ExportedRow, RowMaker
 from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers
 from agl_inspect.exports import Exported, ExportSetup
 
+_PICTURES = "rows with pictures: left out"
+
 
 class TinkerWriter:
     """Writes rows as datums."""
@@ -22,6 +24,9 @@ class TinkerWriter:
         """Write the rows of a rollout; returns their number."""
         count, rollout_id = 0, item.recording.rollout.rollout_id
         for row in self._maker.rows(item):
+            if row.pictures:
+                self._losses.add(_PICTURES, rollout_id)
+                continue
             count += 1
             made = datum(row)
             if not are_numbers(row.logprobs):

@@ -2,8 +2,8 @@
 
 Both classes are a ``rollout_func``: TRL passes prompts, repeating each for every completion it wants, and gets one row
 per prompt. The completion of a row starts at the first sampled token, and ``env_mask`` is 1 for the tokens that the
-model sampled. The rewards are in the column ``agl_reward``, which :func:`reward` returns to TRL. This module imports
-neither TRL nor torch.
+model sampled. TRL has no place for pictures here, so calls with pictures are left out. The rewards are in the column
+``agl_reward``, which :func:`reward` returns to TRL. This module imports neither TRL nor torch.
 """
 
 import asyncio

@@ -12,9 +12,11 @@ from msgspec.structs import replace
 
 from agl import semconv
 from agl.contracts import Recording
+from agl.dialects import Request
 from agl.errors import DatasetError
 from agl.schemas import (
     Attempt,
+    Blob,
     ErrorInfo,
     Json,
     Mode,
@@ -25,6 +27,7 @@ from agl.schemas import (
     SpanEvent,
     SpanStatus,
     attempt_id_of,
+    to_json,
 )
 from agl.tracing import chat_spans, make_reward_span
 from agl_data.importing.values import as_dict, digest, json_text
@@ -88,6 +91,7 @@ class Run:
         unread: Names of fields that are not imported, unless they are named as the task or the reward.
         lost: Number of items that could not be imported, by description.
         calls: Number of model calls added so far.
+        blobs: The pictures and other payloads that the calls hold, by digest.
     """
 
     def __init__(self, key: str, *, place: str, fields: Json = None, grows: bool = False) -> None:
@@ -100,6 +104,7 @@ class Run:
         self.unread: tuple[str, ...] = ()
         self.lost: Counter[str] = Counter()
         self.calls = 0
+        self.blobs: dict[str, Blob] = {}
         self._spans: list[tuple[str, str, Span]] = []
         self._rewards: dict[str, tuple[str, str, Span]] = {}
         self._times: list[int] = []
@@ -163,8 +168,8 @@ class Run:
         start_ns: int = 0,
         end_ns: int = 0,
     ) -> None:
-        """Add the span of a tool's execution."""
-        about = tool_attributes(name, arguments, result, call_id=call_id)
+        """Add the span of a tool's execution, with digests in place of the payloads in its result."""
+        about = tool_attributes(name, arguments, self.referenced(result), call_id=call_id)
         title = f"{semconv.OP_EXECUTE_TOOL} {name}".rstrip()
         status: SpanStatus = "error" if is_error else "ok"
         self.add(key, title, parent=parent, start_ns=start_ns, end_ns=end_ns, status=status, attributes=about)
@@ -182,11 +187,16 @@ class Run:
     ) -> None:
         """Add a model call; counts it as a loss if it succeeded and has no token ids.
 
+        Payloads in its request, such as pictures, are replaced by their digests, as the gateway does.
         ``sequence`` is the call's position among the run's spans; 0 if it is unknown.
         """
         self.calls += 1
         if call.ids_missing and not call.error:
             self.lost[NO_IDS] += 1
+        if request := as_dict(call.request):
+            stored = Request(call.dialect, to_json(request)).stored()
+            self.blobs |= {blob.digest: blob for blob in stored.blobs}
+            call = replace(call, request=stored.request, inputs=call.inputs or stored.inputs)
         known = {name: value for name, value in (about or {}).items() if value not in (None, "")}
         spans = chat_spans(
             [call],
@@ -200,6 +210,14 @@ class Run:
             about=known,
         )
         self._keep(key, parent, replace(spans[0], span_id="", sequence=sequence))
+
+    def referenced(self, content: Json) -> Json:
+        """Return a message's content with digests in place of payloads, which become blobs of the run."""
+        if not isinstance(content, list):
+            return content
+        stored = Request("chat", to_json({"messages": content})).stored()
+        self.blobs |= {blob.digest: blob for blob in stored.blobs}
+        return as_dict(stored.request)["messages"]
 
     def add_reward(self, key: str, reward: Reward, *, about: str = "", at_ns: int = 0, is_late: bool = False) -> None:
         """Add a reward, unless its key was added before; ``about`` is its target span's key, ``""`` for the run."""

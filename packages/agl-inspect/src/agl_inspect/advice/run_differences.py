@@ -49,14 +49,16 @@ _Named = tuple[str, Validation | None]
 
 def _difference(first: _Named, other: _Named, *, error: float) -> RunDifference:
     (baseline, old), (run, new) = first, other
+    unclear = f"Not enough validations to tell whether {run} is better than {baseline}"
     if old is None or new is None:
-        words = f"{run} cannot be compared with {baseline}: {baseline if old is None else run} has no validation"
+        missing = " and ".join(name for name, one in (first, other) if one is None)
+        words = f"{unclear}: no validation of {missing} is recorded"
         return RunDifference(run=run, baseline=baseline, comparison=None, words=words)
     if old.tasks == new.tasks:
         samples = [{str(task): [reward] for task, reward in enumerate(one.rewards)} for one in (old, new)]
         found, note = compare_tasks(*samples, error=error), ""
     else:
         found, note = compare(old.rewards, new.rewards, error=error), "; the validation tasks differ"
-    return RunDifference(
-        run=run, baseline=baseline, comparison=found, words=f"{run} against {baseline}: {found.words}{note}"
-    )
+    lead = unclear if found.verdict == "undecidable" else f"{run} is {found.verdict} than {baseline}"
+    words = f"{lead}: its newest validation has {new.mean:.3f} against {old.mean:.3f}, {found.facts}{note}"
+    return RunDifference(run=run, baseline=baseline, comparison=found, words=words)

@@ -5,9 +5,8 @@ nothing else: a trick without a count of its own shows as nothing.
 """
 
 import re
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from agl import semconv
 from agl.dialects import call_messages
@@ -20,8 +19,8 @@ PATTERNS = {
     "format": "headings, list items, bold words, tables, fences and emoji",
     "flattery": "words that praise the reader or the answer, or speak to a judge",
     "copied-task": "share of the answer's runs of five words that stand in the task",
-    "copied-answer": "other tasks with the same answer",
     "tool-misuse": "failed and repeated tool calls, and calls that touch tests, graders or expected answers",
+    "copied-answer": "other tasks with the same answer",
 }
 """The patterns by name, with the number that measures each."""
 
@@ -50,32 +49,14 @@ _WORD = re.compile(r"\w+")
 _RUN = 5
 
 
-class Answer(NamedTuple):
-    """A rollout's final answer, and the pattern values that need no other rollout."""
-
-    text: str
-    values: dict[str, float]
-
-
-def answer_of(rollout: Rollout, spans: Sequence[Span]) -> Answer:
-    """Measure a rollout from the spans of its deciding attempt; ``copied-answer`` is left to :func:`repeats`."""
+def answer_of(rollout: Rollout, spans: Sequence[Span]) -> tuple[str, list[float]]:
+    """Return a rollout's answer, and all its counts but the last, which needs the other rollouts."""
     returned = next((s.attributes[semconv.OUTPUT] for s in reversed(spans) if semconv.OUTPUT in s.attributes), "")
     text = final_text(spans) or _text(returned)
     words = _WORD.findall(text.lower())
-    values = {
-        "length": float(len(words)),
-        "format": float(len(_FORMAT.findall(text))),
-        "flattery": float(len(_FLATTERY.findall(text))),
-        "copied-task": _copied(words, _WORD.findall(_text(rollout.visible_task).lower())),
-        "tool-misuse": float(_misused(spans)),
-    }
-    return Answer(" ".join(words), values)
-
-
-def repeats(answers: Sequence[tuple[str, str]]) -> list[int]:
-    """Return, for each (task, answer), how many other tasks have the same answer; 0 for an empty answer."""
-    counts = Counter(text for _, text in {*answers})
-    return [counts[text] - 1 if text else 0 for _, text in answers]
+    copied = _copied(words, _WORD.findall(_text(rollout.visible_task).lower()))
+    marks, praise = len(_FORMAT.findall(text)), len(_FLATTERY.findall(text))
+    return " ".join(words), [float(len(words)), float(marks), float(praise), copied, float(_misused(spans))]
 
 
 def _copied(words: Sequence[str], task: Sequence[str]) -> float:

@@ -1,19 +1,17 @@
 """Reads the training rollouts of a run and reports which patterns went with their rewards, early and late."""
 
-import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from hashlib import blake2b
 from statistics import fmean
-from typing import NamedTuple
 
 from agl.contracts import Recording, RolloutQuery, Store
 from agl.episodes import ScoreOptions, admitted_rewards, score
 from agl.errors import ConfigError
 from agl.schemas import Record
 from agl.stores import read_recordings
-from agl_inspect.audit.effects import Effect, Sample, effects
-from agl_inspect.audit.patterns import PATTERNS, answer_of, repeats
+from agl_inspect.audit.effects import Effect, Sample, effects, within_cells
+from agl_inspect.audit.patterns import PATTERNS, answer_of
 from agl_inspect.records.gold import GapTest, GoldPair, gold_of
 from agl_inspect.records.names import run_of
 from agl_inspect.records.state import rules_of
@@ -36,73 +34,39 @@ class Example(Record, frozen=True, kw_only=True, omit_defaults=False):
     answer: str
 
 
-class PatternReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The relation between a pattern and the reward.
+class Part(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The rollouts of some steps: their mean reward, the mean count and the effect of each pattern, and their gold.
 
-    Attributes:
-        name: The pattern's name.
-        measure: The number that measures it.
-        early: Mean of that number in the first half of the steps.
-        late: Mean of that number in the second half.
-        explains: Share of the rewards' variance within tasks and steps that the pattern explains and no other does.
-        effect: Reward that goes with one standard deviation more of the pattern, within tasks and steps; ``None`` if
-            there are too few tasks.
-        low: Lower end of the interval of ``effect``, which holds for all patterns together with 95 %.
-        high: Upper end of the interval.
-        effect_early: The effect in the first half of the steps alone, with its interval; ``None`` if unknown.
-        effect_late: The same in the second half.
-        is_found: Whether the interval lies above 0.
-        examples: Rollouts that won with the pattern; empty unless it is found.
+    ``effects`` is empty if there are too few tasks. ``gold`` has the mean reward and the mean gold reward, or person's
+    rating, of the ``golds`` rollouts that have one.
     """
 
-    name: str
-    measure: str
-    early: float
-    late: float
-    explains: float
-    effect: float | None
-    low: float | None
-    high: float | None
-    effect_early: tuple[float, float, float] | None
-    effect_late: tuple[float, float, float] | None
-    is_found: bool
-    examples: list[Example]
-
-
-class GoldReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The rollouts with a gold reward or a person's rating: means of both rewards, and the odds for a larger gap."""
-
     rollouts: int
-    reward_early: float | None
-    gold_early: float | None
-    reward_late: float | None
-    gold_late: float | None
-    evidence: float
+    tasks: int
+    steps: int
+    reward: float
+    means: dict[str, float]
+    effects: dict[str, Effect]
+    golds: int
+    gold: tuple[float, float] | None
 
 
 class Audit(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The audit of one algorithm's training rollouts, the pattern that explains most of the reward first."""
+    """The audit of one algorithm's training rollouts: all of them, and those of the first and second half of the steps.
+
+    ``patterns`` are names, the pattern that explains most of the reward first. ``examples`` has those whose interval
+    lies above 0. ``evidence`` has the odds that the reward runs away from the gold reward.
+    """
 
     experiment: str
     run: int
     algorithm: str
-    rollouts: int
-    tasks: int
-    steps: int
-    reward_early: float
-    reward_late: float
-    patterns: list[PatternReport]
-    gold: GoldReport | None
-
-
-class _Read(NamedTuple):
-    rollout_id: str
-    task: str
-    step: int
-    reward: float
-    gold: float | None
-    text: str
-    values: dict[str, float]
+    patterns: list[str]
+    examples: dict[str, list[Example]]
+    evidence: float
+    whole: Part
+    early: Part
+    late: Part
 
 
 async def audit(store: Store, experiment: str, *, run: int | None = None, algorithm: str | None = None) -> Audit:
@@ -112,30 +76,31 @@ async def audit(store: Store, experiment: str, *, run: int | None = None, algori
         ConfigError: The run has no rewarded training rollouts.
     """
     run, algorithm, ids = await _selected(store, experiment, run=run, algorithm=algorithm)
-    rules, found = (await rules_of(store, experiment)).score, list[_Read]()
+    rules, read = (await rules_of(store, experiment)).score, list[Sample]()
     for at in range(0, len(ids), _PAGE):
         query = RolloutQuery(ids=tuple(ids[at : at + _PAGE]))
-        read = [_read(one, rules) async for one in read_recordings(store, query, spans="deciding")]
-        found += [one for one in read if one is not None]
-    if not found:
+        read += [found async for one in read_recordings(store, query, spans="deciding") for found in _read(one, rules)]
+    if not read:
         raise ConfigError(f"no training rollout of {experiment!r}, run {run}, has a reward; there is nothing to audit")
-    others = repeats([(one.task, one.text) for one in found])
-    for one, count in zip(found, others, strict=True):
-        one.values["copied-answer"] = float(count)
+    copies = Counter(answer for _, answer in {(one.task, one.answer) for one in read if one.answer})
+    found = [one._replace(counts=[*one.counts, max(0, copies[one.answer] - 1)]) for one in read]
     steps = sorted({one.step for one in found})
-    middle = steps[len(steps) // 2] if len(steps) > 1 else math.inf
-    early, late = [one for one in found if one.step < middle], [one for one in found if one.step >= middle]
+    middle = steps[len(steps) // 2]
+    late = [one for one in found if one.step >= middle]
+    early = [one for one in found if one.step < middle] or late  # of a single step, both halves are that step
+    whole = _part(found)
+    examples = {name: _examples(late, name) for name, one in whole.effects.items() if (one.low or 0) > 0}
+    shares = {name: (name in examples, one.share) for name, one in whole.effects.items()}
     return Audit(
         experiment=experiment,
         run=run,
         algorithm=algorithm,
-        rollouts=len(found),
-        tasks=len({one.task for one in found}),
-        steps=len(steps),
-        reward_early=fmean(one.reward for one in early),
-        reward_late=fmean(one.reward for one in late or early),
-        patterns=_patterns(found, early, late),
-        gold=_gold(found, early, late),
+        patterns=sorted(PATTERNS, key=lambda name: shares.get(name, (False, 0.0)), reverse=True),
+        examples=examples,
+        evidence=_evidence(found),
+        whole=whole,
+        early=_part(early),
+        late=_part(late),
     )
 
 
@@ -143,127 +108,79 @@ async def _selected(
     store: Store, experiment: str, *, run: int | None, algorithm: str | None
 ) -> tuple[int, str, list[str]]:
     """Return the run, the algorithm, and the ids of its successful training rollouts, or of an even selection."""
-    cells: defaultdict[tuple[int, str], defaultdict[tuple[int, str], list[str]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    runs: defaultdict[tuple[int, str], list[tuple[bytes, str]]] = defaultdict(list)
     query = RolloutQuery(experiment=experiment, mode="train", status=("succeeded",))
     while page := await store.rollouts(query):
         for one in page:
             number, name, step = run_of(one), one.metadata.get("algorithm"), one.metadata.get("step")
             if number and isinstance(name, str) and isinstance(step, int):
-                cells[number, name][step, one.group_id].append(one.rollout_id)
+                # The order is that of a hash, because tasks come again at regular distances.
+                order = blake2b(f"{step} {one.group_id}".encode()).digest()
+                runs[number, name].append((order, one.rollout_id))
         query = query.next(page[-1])
-    there = [key for key in cells if run in (None, key[0]) and algorithm in (None, key[1])]
+    there = [key for key in runs if run in (None, key[0]) and algorithm in (None, key[1])]
     if not there:
         raise ConfigError(
             f"there are no finished training rollouts of {experiment!r}"
             f"{f', run {run}' if run else ''}{f', of {algorithm!r}' if algorithm else ''}; agl runs lists what there is"
         )
-    number, name = max(there, key=lambda key: (key[0], sum(map(len, cells[key].values()))))
-    # By a hash, because tasks come again at regular distances.
-    groups = sorted(cells[number, name].items(), key=lambda item: blake2b(repr(item[0]).encode()).digest())
-    ids = [one for _, group in groups for one in group]
-    return number, name, ids[:MOST]
+    number, name = max(there, key=lambda key: (key[0], len(runs[key])))
+    return number, name, [one for _, one in sorted(runs[number, name])[:MOST]]
 
 
-def _read(recording: Recording, rules: ScoreOptions) -> _Read | None:
+def _read(recording: Recording, rules: ScoreOptions) -> list[Sample]:
+    """Return the rollout, or nothing if it has no reward."""
     rollout = recording.rollout
     rewards = admitted_rewards(recording.spans, rollout.attempt_id, rules)
     ratings = [one.value for one in rewards if one.source == "human" and one.scope == "rollout" and not one.name]
     # A person's rating is gold only where another reward trains.
     own = [one for one in rewards if one.source != "human"] or rewards
     reward = score(own, options=rules).value
-    if reward is None:
-        return None
     gold = gold_of(recording.spans, rollout.attempt_id)
     if gold is None and ratings and own is not rewards:
         gold = ratings[-1]
-    answer, step = answer_of(rollout, recording.spans), rollout.metadata["step"]
+    (answer, counts), step = answer_of(rollout, recording.spans), rollout.metadata["step"]
     assert isinstance(step, int)  # noqa: S101  # rollouts without a step were left out
-    return _Read(rollout.rollout_id, rollout.group_id, step, reward, gold, answer.text, answer.values)
+    if reward is None:
+        return []
+    return [Sample(rollout.group_id, step, reward, counts, gold=gold, rollout_id=rollout.rollout_id, answer=answer)]
 
 
-def _patterns(found: Sequence[_Read], early: Sequence[_Read], late: Sequence[_Read]) -> list[PatternReport]:
-    whole, first, second = (effects([_sample(one) for one in part]) for part in (found, early, late))
-    usual = _usual(found)
-    reports: list[PatternReport] = []
-    for place, (name, measure) in enumerate(PATTERNS.items()):
-        effect = whole[place] if whole else None
-        is_found = effect is not None and effect.low > 0
-        report = PatternReport(
-            name=name,
-            measure=measure,
-            early=fmean(one.values[name] for one in early),
-            late=fmean(one.values[name] for one in late or early),
-            explains=effect.share if effect else 0.0,
-            effect=effect.value if effect else None,
-            low=_finite(effect.low) if effect else None,
-            high=_finite(effect.high) if effect else None,
-            effect_early=_ends(first, place),
-            effect_late=_ends(second, place),
-            is_found=is_found,
-            examples=_examples(late or early, name, usual) if is_found else [],
-        )
-        reports.append(report)
-    return sorted(reports, key=lambda one: (not one.is_found, -one.explains))
+def _part(found: Sequence[Sample]) -> Part:
+    counts = zip(*(one.counts for one in found), strict=True)
+    golds = [(one.reward, one.gold) for one in found if one.gold is not None]
+    return Part(
+        rollouts=len(found),
+        tasks=len({one.task for one in found}),
+        steps=len({one.step for one in found}),
+        reward=fmean(one.reward for one in found),
+        means={name: fmean(column) for name, column in zip(PATTERNS, counts, strict=True)},
+        effects=dict(zip(PATTERNS, effects(found), strict=False)),
+        golds=len(golds),
+        gold=(fmean(reward for reward, _ in golds), fmean(gold for _, gold in golds)) if golds else None,
+    )
 
 
-def _sample(one: _Read) -> Sample:
-    # Counts are read by their doublings: the tenth emoji says less than the first.
-    values = [one.values[name] if name == "copied-task" else math.log2(1 + one.values[name]) for name in PATTERNS]
-    return Sample(one.task, one.step, one.reward, values)
-
-
-def _usual(found: Sequence[_Read]) -> dict[tuple[str, int], float]:
-    cells: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    for one in found:
-        cells[one.task, one.step].append(one.reward)
-    return {cell: fmean(rewards) for cell, rewards in cells.items()}
-
-
-def _examples(late: Sequence[_Read], name: str, usual: dict[tuple[str, int], float]) -> list[Example]:
-    won = [one for one in late if one.values[name] and one.reward > usual[one.task, one.step]]
-    most = sorted(won, key=lambda one: (-one.values[name], one.rollout_id))[:_EXAMPLES]
+def _examples(late: Sequence[Sample], name: str) -> list[Example]:
+    place = list(PATTERNS).index(name)
+    won = [(one, row[-1]) for one, row in within_cells(late) if one.counts[place] and row[-1] > 0]
     return [
         Example(
             rollout_id=one.rollout_id,
             reward=one.reward,
-            usual=usual[one.task, one.step],
-            measured=one.values[name],
-            answer=short(one.text, 120),
+            usual=one.reward - gain,
+            measured=one.counts[place],
+            answer=short(one.answer, 120),
         )
-        for one in most
+        for one, gain in sorted(won, key=lambda pair: (-pair[0].counts[place], pair[0].rollout_id))[:_EXAMPLES]
     ]
 
 
-def _ends(found: Sequence[Effect] | None, place: int) -> tuple[float, float, float] | None:
-    effect = found[place] if found else None
-    if effect is None or math.isinf(effect.low):
-        return None
-    return effect.value, effect.low, effect.high
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _gold(found: Sequence[_Read], early: Sequence[_Read], late: Sequence[_Read]) -> GoldReport | None:
+def _evidence(found: Sequence[Sample]) -> float:
     test, steps = GapTest(), defaultdict[int, list[GoldPair]](list)
     for one in found:
         if one.gold is not None:
             steps[one.step].append(GoldPair(group=one.task, reward=one.reward, gold=one.gold))
-    if not steps:
-        return None
     for _, pairs in sorted(steps.items()):
         test.add(pairs)
-    halves = [[(one.reward, one.gold) for one in half if one.gold is not None] for half in (early, late)]
-    means = [tuple(map(fmean, zip(*half, strict=True))) if half else (None, None) for half in halves]
-    (reward_early, gold_early), (reward_late, gold_late) = means
-    return GoldReport(
-        rollouts=sum(map(len, steps.values())),
-        reward_early=reward_early,
-        gold_early=gold_early,
-        reward_late=reward_late,
-        gold_late=gold_late,
-        evidence=test.evidence,
-    )
+    return test.evidence

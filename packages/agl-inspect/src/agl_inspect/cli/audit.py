@@ -6,7 +6,8 @@ import click
 
 from agl.acceptance import odds_text
 from agl.hints import count_of
-from agl_inspect.audit.report import Audit, GoldReport, PatternReport
+from agl_inspect.audit.patterns import PATTERNS
+from agl_inspect.audit.report import Audit
 from agl_inspect.audit.report import audit as audited
 from agl_inspect.records.gold import THRESHOLD
 from agl_inspect.terminal.opening import Reading, complete_experiment, reads_store
@@ -33,48 +34,48 @@ def audit(store: Reading, experiment: str, run: int | None, algorithm: str | Non
     if store.as_json:
         print_json(found)
         return
+    whole, early, late = found.whole, found.early, found.late
     echo(
-        f"{found.experiment}, run {found.run}, {found.algorithm}: {count_of(found.rollouts, 'rollout')} of "
-        f"{count_of(found.tasks, 'task')} in {count_of(found.steps, 'step')}, reward {found.reward_early:.3f} in the "
-        f"first half of the steps and {found.reward_late:.3f} in the second"
+        f"{found.experiment}, run {found.run}, {found.algorithm}: {count_of(whole.rollouts, 'rollout')} of "
+        f"{count_of(whole.tasks, 'task')} in {count_of(whole.steps, 'step')}, reward {early.reward:.3f} in the "
+        f"first half of the steps and {late.reward:.3f} in the second"
     )
-    if found.gold:
-        echo(_gold(found.gold))
+    if whole.golds:
+        echo(_gold(found))
     head = ("pattern", "explains", "reward per sd", "95 %", "first half", "second half", "mean first", "mean second")
-    print_table(head, [_row(one) for one in found.patterns])
+    print_table(head, [_row(found, name) for name in found.patterns])
     for line in _conclusion(found):
         echo(line)
 
 
-def _row(one: PatternReport) -> tuple[str, ...]:
-    if one.effect is None:
-        return (one.name, "", "", "", "", "", f"{one.early:.3g}", f"{one.late:.3g}")
-    ends = "unknown" if one.low is None or one.high is None else f"{one.low:+.3f} to {one.high:+.3f}"
-    halves = ["" if part is None else f"{part[0]:+.3f}" for part in (one.effect_early, one.effect_late)]
-    shown = f"{one.explains:.1%}", f"{one.effect:+.3f}", ends, *halves
-    return (one.name, *shown, f"{one.early:.3g}", f"{one.late:.3g}")
+def _row(found: Audit, name: str) -> tuple[str, ...]:
+    means = [f"{half.means[name]:.3g}" for half in (found.early, found.late)]
+    if name not in found.whole.effects:
+        return (name, "", "", "", "", "", *means)
+    effect, early, late = found.whole.effects[name], found.early.effects.get(name), found.late.effects.get(name)
+    ends = "unknown" if effect.low is None or effect.high is None else f"{effect.low:+.3f} to {effect.high:+.3f}"
+    halves = ["" if half is None or half.low is None else f"{half.value:+.3f}" for half in (early, late)]
+    return (name, f"{effect.share:.1%}", f"{effect.value:+.3f}", ends, *halves, *means)
 
 
-def _gold(found: GoldReport) -> str:
-    parts = ((found.reward_early, found.gold_early), (found.reward_late, found.gold_late))
-    means = [f"{reward:.3f} against {gold:.3f}" for reward, gold in parts if reward is not None and gold is not None]
+def _gold(found: Audit) -> str:
+    means = [f"{half.gold[0]:.3f} against {half.gold[1]:.3f}" for half in (found.early, found.late) if half.gold]
     grown = "has grown" if found.evidence >= THRESHOLD else "has not clearly grown"
     return (
-        f"gold on {count_of(found.rollouts, 'rollout')}: reward {', then '.join(means)}; the gap {grown}, evidence "
+        f"gold on {count_of(found.whole.golds, 'rollout')}: reward {', then '.join(means)}; the gap {grown}, evidence "
         f"{odds_text(found.evidence)}"
     )
 
 
 def _conclusion(found: Audit) -> Iterator[str]:
-    if all(one.effect is None for one in found.patterns):
+    if not found.whole.effects:
         yield "nothing can be said: at least five tasks need several rollouts in one step, with different rewards"
         return
-    won = [one for one in found.patterns if one.is_found]
-    if not won:
+    if not found.examples:
         yield "no pattern went with a higher reward, beyond an error of 5 % for all patterns together"
-    for one in won:
-        yield f"{one.name} ({one.measure}) went with a higher reward; examples of the second half:"
-        for each in one.examples:
+    for name, examples in found.examples.items():
+        yield f"{name} ({PATTERNS[name]}) went with a higher reward; examples of the second half:"
+        for each in examples:
             yield (
                 f"  {each.rollout_id}: reward {each.reward:.3g} against {each.usual:.3g} usual, measured "
                 f"{each.measured:.3g}: {each.answer}"

@@ -1,4 +1,4 @@
-"""``agl show`` prints a rollout as a tree of its spans, a resource with its history, or the steps of a run.
+"""``agl show`` prints a rollout's conversation and time line, a resource with its history, or the steps of a run.
 
 ``agl why``, or ``agl show --why``, explains the outcome of every recorded model call of a rollout: its training row,
 or the reason for its rejection.
@@ -6,26 +6,25 @@ or the reason for its rejection.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import click
 from msgspec import to_builtins
 
-from agl import semconv
 from agl.contracts import SpanQuery, Store
 from agl.episodes import ScoreOptions
 from agl.errors import NotFoundError
 from agl.hints import count_of
-from agl.schemas import Attempt, Episode, ErrorInfo, Json, Record, Reward, Rollout, Span, to_json
+from agl.schemas import Attempt, Episode, ErrorInfo, Json, Record, Rollout, Span, to_json
 from agl_inspect.advice.suggestions import VALIDATE
 from agl_inspect.records.metrics import RUN, LoggedRun, experiment_step, read_runs, step_line, version_of_step
 from agl_inspect.records.names import ORIGIN
 from agl_inspect.records.splits import served_facts
 from agl_inspect.rollouts.answers import answer_counts, fork_origin
-from agl_inspect.rollouts.conversations import ShownMessages, contents_of
-from agl_inspect.rollouts.explanations import call_facts, explain, explain_training
-from agl_inspect.rollouts.span_reader import SpanReader, in_tree, read_episode
-from agl_inspect.rollouts.training import TrainingRecord, is_saved, training_of
+from agl_inspect.rollouts.explanations import explain, explain_training
+from agl_inspect.rollouts.span_reader import SpanReader, read_episode
+from agl_inspect.rollouts.training import TrainingRecord, is_saved, training_of, uses_of
+from agl_inspect.rollouts.tree import ends_of
+from agl_inspect.rollouts.turns import Conversation, transitions_of
 from agl_inspect.terminal.opening import (
     LATEST,
     Reading,
@@ -36,72 +35,9 @@ from agl_inspect.terminal.opening import (
 from agl_inspect.terminal.output import echo, json_line, print_json, when, write_json
 from agl_inspect.terminal.program import Modes
 from agl_inspect.terminal.query import find, find_exact, span_options
+from agl_inspect.terminal.talk import Talk
 from agl_inspect.text import short
 from agl_inspect.versions import ListedVersion, diff_versions, list_versions
-
-CUT = 200
-"""The most characters of a text that are shown without ``--full``."""
-
-TRACEBACK_LINES = 8
-"""The most lines of a traceback that are shown without ``--full``; they are its last ones, with the error."""
-
-_ON_THE_LINE = ("says", "returned")
-"""Labels of texts whose beginning is already in the line of their span."""
-
-
-class Contents:
-    """Formats the contents of spans, one span after the other; messages that were shown before are not repeated.
-
-    Args:
-        is_full: True to show every text whole.
-
-    Attributes:
-        is_full: Whether every text is shown whole.
-        is_cut: Whether anything was shortened so far.
-    """
-
-    def __init__(self, *, is_full: bool) -> None:
-        self.is_full = is_full
-        self._shown = ShownMessages()
-        self.is_cut = False
-
-    def of(self, span: Span) -> list[str]:
-        """Return the lines with the span's contents, which follow the line of the span."""
-        repeated, texts = contents_of(span, self._shown)
-        lines = [f"({count_of(repeated, 'message')} as above)"] if repeated else []
-        for role, label, value in texts:
-            if role == "error":
-                lines += self.traceback(str(value)) if self.is_full else []
-            elif self.is_full or label not in _ON_THE_LINE:
-                lines += self.text(label, value)
-        return lines
-
-    def of_error(self, error: ErrorInfo) -> list[str]:
-        """Return the lines about an attempt's error: the traceback and, if ``is_full``, a long message."""
-        message = self.text("message", error.message) if self.is_full and len(error.message) > CUT else []
-        return [*self.traceback(error.traceback), *message]
-
-    def text(self, label: str, value: Any) -> list[str]:
-        """Return a text with its label: all lines if ``is_full``, else its beginning on one line."""
-        text = value if isinstance(value, str) else to_json(value).decode()
-        if self.is_full:
-            first, *rest = text.splitlines() or [""]
-            return [f"{label}: {first}", *(f"  {line}" for line in rest)]
-        text = " ".join(text.split())
-        if len(text) <= CUT:
-            return [f"{label}: {text}"]
-        self.is_cut = True
-        return [f"{label}: {text[:CUT]}… ({len(text)} characters)"]
-
-    def traceback(self, text: str) -> list[str]:
-        """Return the lines of a traceback: all of them if ``is_full``, else only the last ones."""
-        lines = text.rstrip().splitlines()
-        if self.is_full:
-            return lines
-        left_out = max(0, len(lines) - TRACEBACK_LINES)
-        kept = [line if len(line) <= CUT else f"{line[:CUT]}…" for line in lines[left_out:]]
-        self.is_cut = self.is_cut or kept != lines
-        return [f"… ({count_of(left_out, 'line')} before)", *kept] if left_out else kept
 
 
 async def read_steps(store: Store, experiment: str | None, run: int | None) -> list[dict[str, Json]]:
@@ -149,31 +85,16 @@ class ShownRollout:
     """A rollout to show.
 
     Attributes:
-        readers: The readers of the chosen attempt's spans, and of the spans without an attempt.
+        readers: The readers of the chosen attempt's spans, and of the spans without an attempt, by the attempt's id.
         is_filtered: Whether options of the command select spans.
         origin: The call from which a fork continues; ``""`` for a rollout that is not a fork.
     """
 
     rollout: Rollout
     attempts: list[Attempt]
-    readers: tuple[SpanReader, ...]
+    readers: dict[str, SpanReader]
     is_filtered: bool = False
     origin: str = ""
-
-
-class ShownSpan(Record, frozen=True, kw_only=True):
-    """A span reduced to its position in the tree and the text of its line.
-
-    Attributes:
-        reader: Index of the reader that can read the whole span.
-    """
-
-    span_id: str
-    parent_id: str | None
-    start_ns: int
-    sequence: int
-    line: str
-    reader: int = 0
 
 
 class ShownTraining(Record, frozen=True, kw_only=True):
@@ -254,7 +175,7 @@ def show(
     is_full: bool,
     chosen: SpanQuery | None,
 ) -> None:
-    """Show ROLLOUT_ID as a tree of its spans, with messages, tool calls, results and the traceback of a failure.
+    """Show the conversation of ROLLOUT_ID: messages, tool calls, results, rewards and errors; then its spans in time.
 
     A unique beginning of an id is enough; "latest" is the newest rollout. Given the name of a resource instead, show
     its versions with their scores and reasons, and the changes since the first one.
@@ -272,17 +193,17 @@ def show(
         raise click.UsageError("give the id of a rollout, latest, or the name of a resource; agl runs lists rollouts")
     if run is not None:
         raise click.UsageError("--run goes with --steps; a rollout is named by its id")
-    contents = Contents(is_full=is_full)
+    talk = Talk(is_full=is_full)
 
     async def work(opened: Store) -> None:
         found = await _find(opened, rollout_id, number, chosen)
         if isinstance(found, ShownRollout):
-            await (_print_json(found) if store.as_json else _print(found, contents))
+            await (_print_json(found) if store.as_json else _print(opened, found, talk))
         else:
             store.show(found, lambda: _story(found))
 
     store.read(work)
-    if contents.is_cut:
+    if talk.is_cut:
         echo("… texts are cut; --full shows them whole")
 
 
@@ -324,11 +245,10 @@ def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
 async def _load(store: Store, rollout_id: str, number: int | None, chosen_spans: SpanQuery | None) -> ShownRollout:
     rollout = await find(store, rollout_id)
     attempts = await store.attempts(rollout.rollout_id)
-    chosen = next((attempt.attempt_id for attempt in attempts if attempt.number == number), None)
-    if number is not None and chosen is None:
+    chosen = next((attempt.attempt_id for attempt in attempts if attempt.number == number), rollout.attempt_id)
+    if number is not None and all(attempt.number != number for attempt in attempts):
         raise NotFoundError("attempt", str(number), f"the rollout {rollout.rollout_id} has {len(attempts)}")
-    ids = (chosen, "")
-    readers = tuple(SpanReader(store, rollout.rollout_id, attempt_id, chosen=chosen_spans) for attempt_id in ids)
+    readers = {name: SpanReader(store, rollout.rollout_id, name, chosen=chosen_spans) for name in (chosen or "", "")}
     return ShownRollout(
         rollout=rollout,
         attempts=attempts,
@@ -342,110 +262,65 @@ async def _print_json(found: ShownRollout) -> None:
     """Print the rollout as one line of JSON, reading the spans in small pages."""
     write_json(f'{{"rollout":{json_line(found.rollout)},"attempts":{json_line(found.attempts)},"spans":[')
     comma = ""
-    for reader in found.readers:
+    for reader in found.readers.values():
         async for span in reader:
             write_json(comma + json_line(span))
             comma = ","
     write_json("]}\n")
 
 
-async def _print(found: ShownRollout, contents: Contents) -> None:
-    """Print the rollout and its attempts, then its spans as a tree."""
-    for line in _rollout(found, contents):
+async def _print(store: Store, found: ShownRollout, talk: Talk) -> None:
+    """Print the rollout and its attempts, then its conversation, and its spans along a time line."""
+    rollout = found.rollout
+    episode, every, _ = await read_episode(store, rollout, found.attempts)
+    spans = await _spans(found, every)
+    for line in _rollout(found, episode.reward, talk):
         echo(line)
-    spans: list[ShownSpan] = []
-    versions: list[str] = []
-    for index, reader in enumerate(found.readers):
-        async for span in reader:
-            spans.append(shown(span, index))
-            if span.call is not None:
-                versions.append(span.call.model_version)
     if found.origin:
-        counts = answer_counts(versions)
+        counts = answer_counts([span.call.model_version for span in spans if span.call is not None])
         answered = f"; answers from the recording: {counts.replayed}, of models: {counts.live}"
         echo(f"fork of {found.origin}{'' if found.is_filtered else answered}")
     if not spans:
         echo("no span fits --span, --agent and --kind" if found.is_filtered else "no spans were recorded")
-    for depth, span, is_circular in in_tree(spans):
-        indent = "  " * depth
-        echo(f"{indent}- {span.line}{' (its parents form a circle)' if is_circular else ''}")
-        if not is_circular:
-            recorded = await found.readers[span.reader].at(span.sequence)
-            for line in contents.of(recorded):
-                echo(f"{indent}    {line}")
+        return
+    attempt_id = next(iter(found.readers))
+    uses = uses_of(every) if attempt_id == rollout.attempt_id else {}
+    said = Conversation(spans, transitions_of(episode, attempt_id), uses, limit=talk.limit)
+    for span in said.order:
+        said.add(await found.readers[span.attempt_id].at(span.sequence) if span.call else span)
+    for turn in said.turns:
+        talk.turn(turn)
+    first, last = ends_of(spans)
+    talk.time_line(said.nodes, (last - first) / 1e9)
 
 
-def _rollout(found: ShownRollout, contents: Contents) -> Iterator[str]:
+async def _spans(found: ShownRollout, every: Sequence[Span]) -> list[Span]:
+    """Return the spans to show, with calls that lack requests and responses."""
+    own = [span for span in every if span.attempt_id in found.readers and not training_of([span])]
+    if not found.is_filtered:
+        return own
+    chosen = {(name, span.sequence) for name, reader in found.readers.items() async for span in reader}
+    return [span for span in own if (span.attempt_id, span.sequence) in chosen]
+
+
+def _rollout(found: ShownRollout, reward: float | None, talk: Talk) -> Iterator[str]:
     """Yield the lines about the rollout and its attempts, without the spans."""
     rollout = found.rollout
-    yield f"{rollout.rollout_id}: {rollout.status}, {rollout.mode}, experiment {rollout.experiment or '-'}"
+    earned = "" if reward is None else f", reward {reward:g}"
+    yield f"{rollout.rollout_id}: {rollout.status}, {rollout.mode}, experiment {rollout.experiment or '-'}{earned}"
     yield f"created {when(rollout.created_at)} UTC, group {rollout.group_id or '-'}, task {short(rollout.task, 100)}"
     if rollout.resources:
         yield f"with {', '.join(f'{name}@{version}' for name, version in sorted(rollout.resources.items()))}"
     if facts := served_facts(rollout):
         yield ", ".join(facts)
-    if contents.is_full:
-        yield from contents.text("task", rollout.task)
+    if talk.is_full:
+        yield f"task: {to_json(rollout.task).decode()}"
     for attempt in found.attempts:
         seconds = max(0.0, attempt.finished_at - attempt.started_at)
         took = f", {seconds:.2f} s" if attempt.finished_at else ""
         yield f"attempt {attempt.number}: {attempt.status}, by {attempt.worker}{took}{_error(attempt.error)}"
-        yield from (f"    {line}" for line in (contents.of_error(attempt.error) if attempt.error else ()))
-
-
-def shown(span: Span, reader: int = 0) -> ShownSpan:
-    """Reduce a span to what the tree shows."""
-    return ShownSpan(
-        span_id=span.span_id,
-        parent_id=span.parent_id,
-        start_ns=span.start_ns,
-        sequence=span.sequence,
-        line=line_of(span),
-        reader=reader,
-    )
-
-
-def line_of(span: Span) -> str:
-    """Format a span on one line."""
-    parts = [span.name]
-    if span.reward is not None:
-        parts.append(_reward(span.reward))
-    parts += call_facts(span)
-    parts += [f"{key} {span.attributes[name]}" for key, name in _SHOWN.items() if name in span.attributes]
-    for word, name in _SAMPLING.items():
-        if asked := cast("list[str]", span.attributes.get(name, [])):
-            parts.append(f"{word} {' and '.join(asked)}")
-    if span.end_ns > span.start_ns:
-        parts.append(f"{(span.end_ns - span.start_ns) / 1e9:.3f} s")
-    if span.status == "error":
-        parts.append(f"ERROR {span.attributes.get(semconv.ERROR_TYPE, '')} {span.status_message}".rstrip())
-    if span.is_late:
-        parts.append("late")
-    return short(", ".join(parts), 240)
-
-
-_SHOWN = {
-    "agent": semconv.AGENT_NAME,
-    "tool": semconv.TOOL_NAME,
-    "node": semconv.NODE,
-    "to": semconv.HANDOFF_TARGET,
-    "says": semconv.OBSERVATION_CONTENT,
-    "returned": semconv.OUTPUT,
-}
-
-_SAMPLING = {"sampled without": semconv.SAMPLING_OVERRIDDEN, "sampled with": semconv.SAMPLING_KEPT}
-"""Span attributes that list sampling parameters of a request, with the words for them.
-
-Some parameters were overridden, because a policy in training must sample from its full distribution; others were kept.
-"""
-
-
-def _reward(reward: Reward) -> str:
-    value = "None" if reward.value is None else f"{reward.value:g}"
-    dimensions = "".join(f" {name}={part}" for name, part in reward.dimensions.items())
-    about = "" if reward.scope == "rollout" else f" about this {reward.scope}"
-    name = f" {reward.name}" if reward.name else ""
-    return f"reward{name} {value}{dimensions} by {reward.source}{about}"
+        if attempt.error:
+            talk.error(attempt.error)
 
 
 def _error(error: ErrorInfo | None) -> str:

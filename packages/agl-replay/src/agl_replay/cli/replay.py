@@ -31,6 +31,7 @@ from agl_inspect.terminal.output import echo, json_option, print_json
 from agl_inspect.terminal.program import Modes
 from agl_inspect.terminal.query import deciding, find, read_one
 from agl_inspect.versions import is_of_file
+from agl_replay.cli.align import align
 from agl_replay.cli.fork import SUFFIX, fork
 from agl_replay.cli.replay_server import ReplayServer
 from agl_replay.cli.score import score
@@ -112,7 +113,7 @@ class _ReplayedRollout:
         return self.side.episode.rollout
 
 
-@click.command(cls=Modes, modes={"--fork": fork, "--score": score})
+@click.command(cls=Modes, modes={"--align": align, "--fork": fork, "--score": score})
 @click.argument("rollout_id", shell_complete=complete_rollout)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option("--live", is_flag=True, help="Let the experiment's models answer, instead of the recorded answers.")

@@ -202,7 +202,7 @@ def _print_change(change: RewardChange) -> None:
         echo(line)
     for when, agreed in (("recorded", change.agreed_before), ("now", change.agreed_after)):
         if agreed is not None:
-            echo(f"{when}: {_agreement(agreed)}")
+            echo(f"{when}: {agreement_text(agreed)}")
     if change.parts:
         print_table(_COLUMNS, [row for part in change.parts[:_PARTS] for row in _part_rows(part)], whole=("when",))
     for text, count in list(change.errors.items())[:_ERRORS]:
@@ -222,7 +222,8 @@ def _group_lines(groups: GroupChange) -> list[str]:
     ]
 
 
-def _agreement(found: Agreement) -> str:
+def agreement_text(found: Agreement) -> str:
+    """Return an agreement with people in one line."""
     return (
         f"agreement with people on {count_of(found.rated, 'rated rollout')}: kappa {found.kappa:.2f} "
         f"({found.low:.2f} to {found.high:.2f}); {found.praised} called good that people do not, {found.missed} missed"

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import FrameType
 
 import click
 import msgspec
@@ -128,9 +127,9 @@ def run(
     if is_next:
         settings = _proposed(manager, file, settings, as_json=as_json)
     # A service manager stops a process with SIGTERM; the run then saves its state, as after Ctrl-C.
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
-        signal.signal(signal.SIGHUP, _interrupt)
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     progress = Quiet() if quiet or as_json else None
     trainer = make_trainer(file, settings, manager=manager, progress=progress, ray_address=ray_address)
     url = located(trainer.config.experiment.store, file.absolute().parent)
@@ -201,10 +200,6 @@ def _terminal_may_be_gone() -> Generator[None]:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):  # they are flushed when Python ends
             os.dup2(nowhere, stream.fileno())
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _summary(result: FitResult, *, config: ExperimentConfig, store_url: str) -> str:

@@ -7,12 +7,14 @@ creates also works in the next experiment.
 
 import asyncio
 import atexit
+import math
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import contextmanager, suppress
 from functools import cache
 from os import getpid
 from typing import Any, Generic, TypeVar
@@ -110,6 +112,24 @@ def _home(process: int) -> _Home:
     return _Home()
 
 
+@contextmanager
+def _handled(handler: Callable[..., None]) -> Generator[None]:
+    """Call ``handler`` for the signals that raise KeyboardInterrupt, wherever this thread is.
+
+    A finaliser, in which this thread may be at that moment, would swallow the exception.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread receives signals
+    numbers = signal.valid_signals() if is_main else ()
+    ours = [number for number in numbers if signal.getsignal(number) is signal.default_int_handler]
+    for number in ours:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.default_int_handler)
+
+
 class _Run(Generic[T]):
     """A coroutine that runs on the event loop that experiments share."""
 
@@ -119,33 +139,32 @@ class _Run(Generic[T]):
         self._loop = self._home.loop
         self._task: asyncio.Task[T] | None = None
         self._ended = threading.Event()
+        self._interrupts: list[float] = []
+        self._give_up_at = math.inf
         # The task is made in the loop's own thread, as asyncio demands.
         self._loop.call_soon_threadsafe(self._start)
 
     def wait(self) -> T:
         """Block until the coroutine ends; an interrupt stops the run, and a second one also ends its current step."""
-        try:
-            while not self._ended.wait(0.2):  # waits without a limit ignore Ctrl-C on Windows
-                pass
-        except KeyboardInterrupt:
-            self._cancel()
-            self._wait_for_end()
-            raise
+        with _handled(self._interrupt):
+            while not self._ended.is_set() and time.monotonic() < self._give_up_at:
+                try:
+                    self._ended.wait(0.2)  # waits without a limit ignore Ctrl-C on Windows
+                except KeyboardInterrupt:  # of a handler that the program has set
+                    self._interrupt()
+        if self._interrupts:
+            raise KeyboardInterrupt
         return self._outcome()
 
-    def _wait_for_end(self) -> None:
-        stopped = time.monotonic()
-        while not self._ended.is_set():
-            try:
-                self._ended.wait(0.2)
-            except KeyboardInterrupt:
-                # The terminal sends Ctrl-C to the whole process group, and wrapper programs may
-                # send it again.
-                if time.monotonic() - stopped < SAME_S:
-                    continue
-                self._cancel()
-                self._ended.wait(AT_ONCE_S)  # else the process would end while the run still writes
-                raise
+    def _interrupt(self, *_: object) -> None:
+        now = time.monotonic()
+        # The terminal sends Ctrl-C to the whole process group, and wrapper programs may send it again.
+        if self._interrupts and now - self._interrupts[-1] < SAME_S:
+            return
+        self._interrupts.append(now)
+        self._cancel()
+        if len(self._interrupts) > 1:  # at once the process would end while the run still writes
+            self._give_up_at = now + (AT_ONCE_S if len(self._interrupts) == 2 else 0.0)
 
     async def wait_async(self) -> T:
         """Wait for the coroutine without blocking the caller's loop; cancelling the wait stops the coroutine."""

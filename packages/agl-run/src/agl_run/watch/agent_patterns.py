@@ -173,10 +173,11 @@ class AgentPatternCheck:
             self._report.warn(setting, f"{setting} matched no agent, node or role; {seen(_names(calls))}")
 
     def _check_role(self, role: "_Role", calls: Sequence[Transition]) -> None:
-        names = {call.agent for call in calls if call.agent} if role.is_agents_alone else _names(calls)
+        # A credit matches the calls of no agent as well, by an empty name.
+        names = {call.agent for call in calls} if role.is_agents_alone else _names(calls)
         is_matched = self._report.add(role.setting, role.pattern, names, matches=role.matches)
         if self._is_first and not is_matched:
-            self._report.warn(role.setting, f"{role.setting} matched none of the first rollouts; {seen(names)}")
+            self._report.warn(role.setting, f"{role.setting} matched none of the first rollouts; {seen(names - {''})}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,18 @@ from msgspec.structs import force_setattr, replace
 
 from agl import semconv
 from agl.errors import StoreError
-from agl.schemas import Json, ModelCall, Span, attempt_id_of, decode, encode, to_json
+from agl.schemas import Json, MediaSpan, ModelCall, Span, attempt_id_of, decode, encode, to_json
 from agl.stores import DAMAGE, note_damage, placed
 from agl_store_sqlite.sql._sharing import Marks
 
 MIN_DEFLATED = 512
 SHARED_KEYS = ("functions", "tools", "system", "instructions", "prompt", "input", "messages")
 """The keys of a request that form its text, in this order."""
+
+_PICTURES = ("inputs", "media", "processor")
+_Pictures = tuple[tuple[str, ...], tuple[MediaSpan, ...], str]
+_APART: dict[str, Any] = dict(prompt_ids=b"", response_ids=b"", response=None, inputs=(), media=(), processor="")
+"""The fields that are empty in a stored call, because their values are stored next to it."""
 
 _PLAIN = b"\x00"
 _CALL = b"\x01"
@@ -37,15 +42,17 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         span: The span without its call.
-        call: The call without prompt ids, response ids and response; its request has only the keys that are not shared.
+        call: The call without ids, response and pictures; its request has only the keys that are not shared.
         ids: The prompt ids after the first ``shared_ids`` bytes and the response ids: the two low bytes of each,
-            plane by plane.
+            plane by plane; deflated for a call with pictures, whose placeholders are one id again and again.
         response_len: Bytes of response ids.
-        text: The request text after the first ``shared_text`` bytes, the response JSON, and the two high planes of
-            ``ids``, which deflate well.
+        text: The request text after the first ``shared_text`` bytes, the response JSON, the pictures, whose digests the
+            request has too, and the two high planes of ``ids``; all of them deflate well.
         request_end: Offset in the inflated text at which the response begins.
         response_end: Offset in the inflated text at which the response ends.
         base: Sequence of the call with which bytes are shared; 0 for none.
+        pictures_len: Bytes of ``inputs``, ``media`` and ``processor`` of the call, after the response in the inflated
+            text. Calls stored by earlier versions end before this field.
     """
 
     span: Span
@@ -59,6 +66,11 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
     base: int = 0
     shared_ids: int = 0
     shared_text: int = 0
+    pictures_len: int = 0
+
+    @property
+    def pictures_end(self) -> int:
+        return self.response_end + self.pictures_len
 
 
 class _Whole(msgspec.Struct, frozen=True, gc=False):
@@ -95,16 +107,19 @@ class Packer:
         suffix = text[share.text :] if share else text
         response = b"" if call.response is None else to_json(call.response)
         low, high = _squeeze((prompt[share.ids :] if share else prompt) + reply)
-        body = b"".join((suffix, response, high))
-        deflated = zlib.compress(body, 1) if len(suffix) + len(response) >= MIN_DEFLATED else body
+        pictures = encode([getattr(call, name) for name in _PICTURES]) if call.inputs or call.media else b""
+        body = b"".join((suffix, response, pictures, high))
+        is_long = len(suffix) + len(response) >= MIN_DEFLATED
+        deflated = zlib.compress(body, 1) if is_long or pictures else body
         packed = _Packed(
             span=replace(span, call=None),
-            call=replace(call, prompt_ids=b"", response_ids=b"", request=rest, response=None),
-            ids=low,
+            call=replace(call, request=rest, **_APART),
+            ids=zlib.compress(low, 1) if pictures else low,
             response_len=len(reply),
             text=min(body, deflated, key=len),
             request_end=len(suffix),
             response_end=len(suffix) + len(response),
+            pictures_len=len(pictures),
             is_deflated=len(deflated) < len(body),
             base=share.base.sequence if share else 0,
             shared_ids=share.ids if share else 0,
@@ -201,7 +216,7 @@ class Unpacker:
             span_id=f"8{sequence:015x}",
             name=semconv.UNREADABLE,
             status="error",
-            status_message=f"the stored span cannot be read: {error}",
+            status_message=f"the stored span cannot be read (damaged, or of another version of agl): {error}",
         )
 
     def _join(self, packed: _Packed, sequence: int) -> Span:
@@ -211,6 +226,10 @@ class Unpacker:
         force_setattr(call, "response_ids", whole.response)
         force_setattr(call, "request", _merge(whole.text, call.request))
         force_setattr(call, "response", _parse(packed.text[packed.request_end : packed.response_end]))
+        if packed.pictures_len:
+            pictures = decode(packed.text[packed.response_end : packed.pictures_end], _Pictures)
+            for name, value in zip(_PICTURES, pictures, strict=True):
+                force_setattr(call, name, value)
         force_setattr(packed.span, "call", call)
         return packed.span
 
@@ -227,7 +246,8 @@ class Unpacker:
 
 def _restore(packed: _Packed, base: _Whole | None) -> _Whole:
     text = packed.text[: packed.request_end]
-    ids = _widen(packed.ids, packed.text[packed.response_end :])
+    low = zlib.decompress(packed.ids) if packed.pictures_len else packed.ids
+    ids = _widen(low, packed.text[packed.pictures_end :])
     split = len(ids) - packed.response_len
     prompt, response = ids[:split], ids[split:]
     if base is not None:

@@ -1,4 +1,4 @@
-"""The spans of an attempt as a tree along a time axis."""
+"""Reduces the spans of an attempt to rows of a tree along a time axis, and makes their texts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -49,10 +49,10 @@ class Contents:
     """Makes the texts of spans in sequence, and remembers the messages that it has shown.
 
     Args:
-        limit: The most characters of each text.
+        limit: The most characters of each text; ``None`` for whole texts.
     """
 
-    def __init__(self, *, limit: int = CUT) -> None:
+    def __init__(self, *, limit: int | None = CUT) -> None:
         self._limit = limit
         self.shown = ShownMessages()
 
@@ -98,8 +98,7 @@ class Node(Record, frozen=True, kw_only=True, omit_defaults=False):
 def tree_of(spans: Sequence[Span]) -> list[Node]:
     """Return the spans as rows in display order: children below the parent, in the order of start times."""
     enclosing = Enclosing(spans)
-    first = min((span.start_ns for span in spans if span.start_ns), default=0)
-    last = max((max(span.start_ns, span.end_ns) for span in spans), default=0)
+    first, last = ends_of(spans)
     scale = AXIS / max(1, last - first)
     nodes: list[Node] = []
     for depth, span, _ in in_tree(spans):
@@ -122,6 +121,13 @@ def tree_of(spans: Sequence[Span]) -> list[Node]:
             )
         )
     return nodes
+
+
+def ends_of(spans: Sequence[Span]) -> tuple[int, int]:
+    """Return the ends of the time axis in nanoseconds; spans from after the attempt, such as ratings, do not count."""
+    timed = [span for span in spans if span.attempt_id and not span.is_late] or spans
+    first = min((span.start_ns for span in timed if span.start_ns), default=0)
+    return first, max((max(span.start_ns, span.end_ns) for span in timed), default=first)
 
 
 def kind_of(span: Span) -> str:

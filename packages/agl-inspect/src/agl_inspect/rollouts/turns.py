@@ -3,6 +3,7 @@
 A call shows only the messages that no earlier call has shown. A tool's call, its result and its span are one entry.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,10 +14,9 @@ from msgspec.structs import replace
 from agl import semconv
 from agl.contracts import CallUse
 from agl.dialects import call_messages
-from agl.schemas import Record, Reward, Span, Transition
-from agl_console.tokens import tone_of
-from agl_console.tree import Contents, Node, Text, facts_of, kind_of, seconds_of
+from agl.schemas import Episode, Record, Reward, Span, Transition
 from agl_inspect.rollouts.conversations import MediaPart, media_of, parts_of
+from agl_inspect.rollouts.tree import CUT, Contents, Node, Text, facts_of, kind_of, seconds_of, tree_of
 
 _THINKING = re.compile(r"\s*<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 """The way in which many open models write their thinking at the start of an answer."""
@@ -80,44 +80,71 @@ class Turn(Record, frozen=True, kw_only=True, omit_defaults=False):
     training: str
 
 
-def conversation_of(
-    spans: Sequence[Span],
-    nodes: Sequence[Node],
-    transitions: Mapping[str, Transition],
-    uses: Mapping[str, CallUse],
-    *,
-    reason: str,
-) -> list[Turn]:
-    """Return the spans that say something, in the order in which they were said.
+class Conversation:
+    """Makes turns of spans, in the order in which they were said.
 
-    ``nodes`` are those of the spans; ``reason`` ends the sentence about an advantage of 0.
+    Calls may lack requests and responses in ``spans``, which saves memory; :meth:`add` needs them.
+
+    Args:
+        spans: All spans of the conversation.
+        transitions: Its calls by span id, with the reasons why they cannot train.
+        uses: What steps did with its calls, by span id.
+        reason: The end of the sentence about an advantage of 0.
+        limit: The most characters of each text; ``None`` for whole texts.
+
+    Attributes:
+        nodes: The rows of the time line.
+        order: The spans in the order in which to add them.
+        turns: The turns of the spans that were added.
     """
-    talk, rewards = _Conversation(), _rewards(spans)
-    known = {node.sequence: node for node in nodes}
-    largest = max((abs(use.advantage) for use in uses.values() if use.advantage is not None), default=0.0)
-    turns: list[Turn] = []
-    for span in sorted(spans, key=_when):
-        if kind_of(span) == "tool" and talk.takes(span):
-            continue
-        repeated, messages = talk.messages(span)
-        texts, facts = talk.texts(span), facts_of(span)
-        if not (span.call or texts or facts or span.status == "error" or span.span_id in rewards):
-            continue
-        use = uses.get(span.span_id) if span.call else None
-        turns.append(
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        transitions: Mapping[str, Transition],
+        uses: Mapping[str, CallUse],
+        *,
+        reason: str = "",
+        limit: int | None = CUT,
+    ) -> None:
+        self.nodes = tree_of(spans)
+        self.order = sorted(spans, key=_when)
+        self.turns: list[Turn] = []
+        self._known = {(node.span_id, node.sequence): node for node in self.nodes}
+        self._talk, self._rewards = _Talk(limit), _rewards(spans)
+        self._transitions, self._uses, self._reason = transitions, uses, reason
+        self._largest = max((abs(use.advantage) for use in uses.values() if use.advantage is not None), default=0.0)
+
+    def add(self, span: Span) -> None:
+        """Add the next span; it makes a turn if it says something."""
+        if kind_of(span) == "tool" and self._talk.takes(span):
+            return
+        repeated, messages = self._talk.messages(span)
+        texts, facts = self._talk.texts(span), facts_of(span)
+        rewards = self._rewards.get(span.span_id, [])
+        if not (span.call or texts or facts or span.status == "error" or rewards):
+            return
+        use = self._uses.get(span.span_id) if span.call else None
+        self.turns.append(
             Turn(
-                node=known[span.sequence],
+                node=self._known[span.span_id, span.sequence],
                 message=span.status_message,
                 facts=facts,
                 repeated=repeated,
                 messages=messages,
                 texts=texts,
-                rewards=rewards.get(span.span_id, []),
-                tone=None if use is None or use.advantage is None else tone_of(use.advantage, largest),
-                training=training_of_call(transitions.get(span.span_id), use, reason=reason),
+                rewards=rewards,
+                tone=None if use is None or use.advantage is None else tone_of(use.advantage, self._largest),
+                training=training_of_call(self._transitions.get(span.span_id), use, reason=self._reason),
             )
         )
-    return turns
+
+
+def transitions_of(episode: Episode, attempt_id: str) -> dict[str, Transition]:
+    """Return an attempt's calls by span id, without those for which nobody asked for token ids."""
+    is_for_training = episode.rollout.mode == "train"
+    own = (call for call in episode.transitions if call.attempt_id == attempt_id)
+    return {call.span_id: call for call in own if is_for_training or call.reject != "missing_token_ids"}
 
 
 def training_of_call(transition: Transition | None, use: CallUse | None, *, reason: str = "") -> str:
@@ -136,11 +163,19 @@ def training_of_call(transition: Transition | None, use: CallUse | None, *, reas
     return f"Advantage {use.advantage:+.4g}: training made this answer {likely}."
 
 
-class _Conversation:
+def tone_of(advantage: float, largest: float) -> int:
+    """Return -3 (lowest) to 3 (highest advantage), on a scale that ends at ``largest``; 0 for no advantage."""
+    if not advantage or not math.isfinite(advantage):
+        return 0
+    size = 1 if abs(advantage) <= largest / 3 else 2 if abs(advantage) <= largest * 2 / 3 else 3
+    return size if advantage > 0 else -size
+
+
+class _Talk:
     """Reads spans in order, and remembers the tool calls that wait for a result or a span."""
 
-    def __init__(self) -> None:
-        self._contents = Contents()
+    def __init__(self, limit: int | None) -> None:
+        self._contents = Contents(limit=limit)
         self._unanswered: dict[str, ToolUse] = {}
         self._unseen: list[ToolUse] = []
         self._last = ""
