@@ -269,7 +269,7 @@ async def test_late_reward_decides_and_keeps_its_words(desk: Any) -> None:
 async def test_note_without_a_reward_stands_with_the_rollout_and_its_tags_filter(desk: Any) -> None:
     async with desk() as here:
         await here.sign_in()
-        form = await here.form("rate", rollout="over", comment="asks twice #loop")
+        form = await here.form("rate", rollout="over", comment="#slow: asks twice #loop")
         for _ in range(2):
             status, page = await here.post("/actions/rate", {k: html.unescape(v) for k, v in form.items()})
             assert (200, True) == (status, "over has the note" in page)
@@ -280,8 +280,12 @@ async def test_note_without_a_reward_stands_with_the_rollout_and_its_tags_filter
             return html.unescape(await (await here.client.get(address)).text())
 
         for address in ("/rollouts/over", "/rollouts", "/rollouts?note=%23LOOP"):
-            assert 'asks twice <a href="/rollouts?experiment=lab&note=%23loop">#loop</a>' in await page_of(address)
-        assert "No rollout fits" in await page_of("/rollouts?note=%23other")
+            assert '</a>: asks twice <a href="/rollouts?experiment=lab&note=%23loop">#loop</a>' in await page_of(
+                address
+            )
+        assert "asks twice" in await page_of("/rollouts?note=%23slow")
+        for other in ("%23other", "%23loo"):
+            assert "No rollout fits" in await page_of(f"/rollouts?note={other}")
         assert "recorded from outside" not in await page_of("/rollouts/over")
 
 

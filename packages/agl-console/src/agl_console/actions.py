@@ -235,7 +235,7 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return Done(f"{self.rollout} has the reward {self.value:g}; {counted}", ("rollouts", self.rollout))
 
     async def _checked(self, store: Store) -> Rollout:
-        if self.value is None and not self.comment:
+        if self.value is None and not self.comment.strip():
             raise ConfigError("give a reward, a note, or both")
         if self.value is not None and not math.isfinite(self.value):
             raise ConfigError(f"a reward is a finite number, such as 0.5, and not {self.value}")

@@ -16,6 +16,7 @@ from agl.hints import count_of
 from agl.schemas import Record, to_builtins
 from agl_console.figures import HEIGHT, WIDTH, Line, sparks
 from agl_console.learning import LABELS
+from agl_console.reading import TAG
 from agl_console.views import View
 from agl_inspect.advice.suggestions import VALIDATE
 from agl_inspect.text import ends, visible
@@ -41,7 +42,9 @@ class Pages:
             lstrip_blocks=True,
         )
         self._templates.filters.update(number=number, probability=probability, clock=clock, seconds=seconds, data=data)
-        self._templates.filters.update(dict[str, Any](ends=ends, quantity=count_of, ago=ago, spark=spark, words=words))
+        self._templates.filters.update(
+            dict[str, Any](ends=ends, quantity=count_of, ago=ago, spark=spark, words=words, tagged=TAG.split)
+        )
         self._templates.globals["link"] = link
         self._store = store
 

@@ -1,5 +1,6 @@
 """Reads rollouts and spans in small pages: a rollout may have thousands of calls, each a long conversation."""
 
+import re
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from msgspec.structs import replace
@@ -13,6 +14,9 @@ _PAGE = 32
 
 NOTE = "note"
 """The name of a span in which a person notes something about a rollout; it belongs to none of the attempts."""
+
+TAG = re.compile(r"((?<!\S)#[\w-]+)")
+"""A word of a note that is a tag."""
 
 NOTES = 20
 """The most notes of a rollout that a list of rollouts reads."""

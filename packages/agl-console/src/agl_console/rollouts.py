@@ -20,7 +20,7 @@ from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.schemas import Mode, Record, Rollout, RolloutStatus, Span, to_json
-from agl_console.reading import notes_of
+from agl_console.reading import TAG, notes_of
 from agl_console.siblings import step_prefix
 from agl_inspect.records.names import id_prefix
 from agl_inspect.rollouts.span_reader import reward_of
@@ -410,6 +410,9 @@ async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: Ro
 
 
 def _has_note(notes: Sequence[str], wanted: str) -> bool:
+    """Whether a note has these words, or this tag as a whole."""
+    if TAG.fullmatch(wanted):
+        return any(wanted.casefold() in TAG.findall(note.casefold()) for note in notes)
     return any(wanted.casefold() in note.casefold() for note in notes)
 
 
