@@ -161,7 +161,7 @@ def test_a_saved_buffer_goes_on_as_if_it_had_not_been_saved(tmp_path: Path) -> N
     one.pool.take("v1", own=1)
     one.pool.add("v1", [row("a"), row("a", advantage=-2.0), row("b")], uses=uses("a", "b"))
     one.save(tmp_path, step=1, keep=2)
-    asyncio.run(two.load(tmp_path, step=1, shown=no_pictures))
+    asyncio.run(two.load(tmp_path, step=1, shown=no_pictures, say=print))
     first, second = one.pool.take("v2", own=1), two.pool.take("v2", own=1)
     assert (names(first), first.uses(bound=2.0)) == (names(second), second.uses(bound=2.0))
     for left, right in zip(first.rows, second.rows, strict=True):
