@@ -285,6 +285,19 @@ async def test_note_without_a_reward_stands_with_the_rollout_and_its_tags_filter
         assert "recorded from outside" not in await page_of("/rollouts/over")
 
 
+async def test_note_alone_needs_no_second_page_and_gives_no_reward(desk: Any) -> None:
+    async with desk() as here:
+        await here.sign_in()
+        form = await here.form("rate", rollout="over")
+        filled = {**form, "comment": "asks twice", "value": "1", "alone": "comment"}
+        assert 403 == (await here.post("/actions/rate", {**filled, "rollout": "waits"}))[0]
+        assert 403 == (await here.post("/actions/rate", {**filled, "alone": "value"}))[0]
+        status, page = await here.post("/actions/rate", filled)
+        assert (200, True) == (status, "over has the note" in page)
+        assert [] == await here.store.spans("over")
+        assert 1 == len(await here.store.spans("over", attempt_id=""))
+
+
 async def test_note_with_a_reward_is_its_feedback_too(desk: Any) -> None:
     async with desk() as here:
         await here.sign_in()

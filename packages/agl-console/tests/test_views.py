@@ -49,6 +49,8 @@ from agl_console.server import make_app
 from agl_console.tokens import TokensFilter, tokens_view
 from agl_console.versions import VERSIONS
 from agl_console.vocabulary import Vocabulary
+from agl_inspect.records.validations import Validation, validations_of
+from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, add_tallies
 from agl_inspect.rollouts.turns import tone_of
 from agl_store_sqlite._store import SQLiteStore
 
@@ -368,7 +370,26 @@ async def test_learning_says_what_to_change_with_its_evidence(opened: Open) -> N
     assert "What to change" in page
     assert "50% of the rollouts have an answer that was cut at a limit of tokens" in page
     async with opened() as client:
-        assert "What to change" not in await text_of(client, "/runs/sums")
+        page = await text_of(client, "/runs/sums")
+    assert ("What to change" in page, "Nothing to change was found, and no alert was raised." in page) == (False, True)
+
+
+async def test_advice_on_silent_groups_names_their_reward_and_its_lowest_part(opened: Open) -> None:
+    def graded(recorder: Recorder, *, reward: float, **_: Any) -> None:
+        parts = {"form": 1.0, "exact": float(reward == 1)}
+        recorder.add("grade", reward=Reward(value=reward, dimensions=parts, source="evaluator"))
+
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="dumb"))
+    place = {"experiment": "dumb", "algorithm": "grpo"}
+    await store.log_metrics([Metric(**place, step=n, name="silent_share", value=2 / 3) for n in (1, 2, 3)])
+    for number, reward in enumerate((0.1, 0.1, 0.1, 0.1, 0.1, 1.0)):
+        name = f"dumb-1-grpo-train-00003-0000{number // 2}-00{number % 2}"
+        await record(store, name, experiment="dumb", reward=reward, group=f"task-{number // 2}", spans=graded, step=3)
+    async with opened(store) as client:
+        (found,) = (await data_of(client, "/runs/dumb"))["suggestions"]
+    ending = "; in step 3, 2 of 3 tasks got one reward, mostly 0.1, and exact is 0 in 5 of 6 rollouts"
+    assert ("silent-groups", True) == (found["rule"], found["evidence"].endswith(ending))
 
 
 async def test_step_of_the_table_leads_to_its_rollouts(opened: Open) -> None:
@@ -700,13 +721,30 @@ async def test_advantage_of_0_is_explained_by_the_rewards_of_the_group(opened: O
         silent = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00000-000")
         tokens = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00000-000/tokens?row=1")
         other = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00001-000")
-    reason = "because all 2 rollouts of the group earned 0.5"
+    reason = "because all 2 rewards are 0.5"
     assert f"Advantage 0: training left this answer as likely as it was, {reason}." == silent["turns"][0]["training"]
-    assert f"No advantage, {reason}." == silent["standing"]
-    assert (
-        f"The model sampled 50 of 80 tokens; 30 of them trained. Their advantage is 0, {reason}." == tokens["summary"]
-    )
+    assert re.fullmatch(rf"[0-9]+ of [0-9]+ tokens could train; none changed the model, {reason}\.", silent["standing"])
+    assert f"30 of 80 tokens could train; none changed the model, {reason}." == tokens["summary"]
+    assert any("2 of 3 calls could train, none changed the model" in line for line in silent["why"])
     assert "The reward 1 is above the mean 0.5 of its group of 2." == other["standing"]
+
+
+async def test_silent_groups_of_a_step_lead_to_the_rollouts_that_taught_nothing(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="sums"))
+    await equal_group(store)
+    values = {"groups_silent": 1.0, "silent_share": 0.5}
+    await store.log_metrics(
+        [Metric(experiment="sums", algorithm="grpo", step=1, name=name, value=value) for name, value in values.items()]
+    )
+    async with opened(store) as client:
+        learning, page = await data_of(client, "/runs/sums"), await text_of(client, "/runs/sums")
+        address = re.search(r'<a href="(/rollouts\?[^"]*taught=nothing)"', page)
+        assert address is not None
+        found = await data_of(client, html.unescape(address[1]))
+    assert [["groups_silent"]] == [table["names"] for table in learning["tables"]]
+    assert {f"sums-1-grpo-train-00001-00000-00{k}" for k in (0, 1)} == {row["rollout_id"] for row in found["rollouts"]}
+    assert "taught nothing" in [each["words"] for each in found["picked"]]
 
 
 async def test_rollouts_follow_each_other_by_step_group_and_reward(opened: Open) -> None:
@@ -1018,7 +1056,9 @@ async def test_agents_are_those_of_the_newest_rollouts(opened: Open, monkeypatch
 async def test_rollout_says_what_steps_made_of_its_calls(opened: Open) -> None:
     async with opened() as client:
         why = (await data_of(client, "/rollouts/sums-1-grpo-train-00001-00006-000"))["why"]
-    assert any("grpo, step 1: trained on 2 of 3 calls; the step was not saved" in line for line in why)
+    assert any(
+        "grpo, step 1: 2 of 3 calls could train, none changed the model; the step was not saved" in line for line in why
+    )
     assert any("did not train: its answer was cut" in line for line in why)
 
 
@@ -1058,6 +1098,67 @@ async def test_group_says_where_a_rollout_first_differs(opened: Open, other: str
     assert data["first"] == (found and found["call"])
 
 
+async def test_rollouts_whose_spans_cannot_be_read_are_not_compared_and_are_no_agent(opened: Open) -> None:
+    def lost(recorder: Recorder, **_: Any) -> None:
+        recorder.add(semconv.UNREADABLE, status="error", status_message="the stored span cannot be read")
+
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="parts"))
+    for number in range(2):
+        await record(store, f"r-{number}", spans=lost, group="same", experiment="parts")
+    async with opened(store) as client:
+        page = await text_of(client, "/group?experiment=parts&group=same")
+        rollout, agents = await text_of(client, "/rollouts/r-0"), await data_of(client, "/runs/parts/agents")
+    assert "2 rollouts cannot be compared" in page
+    assert "All make the same calls" not in page
+    assert "No model call was recorded" not in rollout
+    assert "1 span cannot be read. Another version of agl wrote it" in rollout
+    assert [] == agents["agents"]
+
+
+async def test_answer_cut_off_at_the_token_limit_says_so_and_is_found(opened: Open) -> None:
+    def cut(recorder: Recorder, **_: Any) -> None:
+        made = call(1, prompt=[1], answer=[2], version="v", messages=WORDS["messages"], said="SELECT")
+        recorder.add("chat", call=replace(made, finish_reason="length"))
+
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="parts"))
+    await record(store, "r-0", spans=cut, experiment="parts")
+    await record(store, "r-1", experiment="parts")
+    async with opened(store) as client:
+        page = await text_of(client, "/rollouts/r-0")
+        found = await data_of(client, "/rollouts?reject=cut_off")
+        agents = await data_of(client, "/runs/parts/agents")
+    assert '<span class="bad">cut off at the token limit</span>' in page
+    assert ["r-0"] == [row["rollout_id"] for row in found["rollouts"]]
+    assert ["with a call cut off at the token limit"] == [each["words"] for each in found["picked"]]
+    assert 1 == agents["cut_off"]
+
+
+async def test_empty_list_of_rollouts_says_which_filter_finds_nothing(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="sums"))
+    agents = (AgentTally(agent="check"), AgentTally(agent="write"))
+    tallies = [StepTally(algorithm="grpo", step=1, mode="train", rollouts=2, agents=agents)]
+    await add_tallies(store, ExperimentRecord(name="sums"), tallies)
+    for number, reward in enumerate((0.0, 1.0)):
+        await record(store, f"sums-1-grpo-train-00001-0000{number}-000", reward=reward, group=f"task-{number}")
+    async with opened(store) as client:
+
+        async def nothing(query: str) -> Any:
+            return (await data_of(client, f"/rollouts?experiment=sums&{query}"))["nothing"]
+
+        assert "agents here: check, write." in (await nothing("agent=agent:solve"))["words"]
+        assert "sft has no rollouts in this run" in (await nothing("algorithm=sft&step=2"))["words"]
+        failed = await nothing("status=failed")
+        low = await data_of(client, "/rollouts?experiment=sums&reward=low")
+        page = await text_of(client, "/rollouts?experiment=sums&algorithm=grpo&step=1")
+    assert ("1 with a reward of 0 or less", "low") == (failed["others"], failed["query"]["reward"])
+    assert [0.0] == [row["reward"] for row in low["rollouts"]]
+    assert "One rollout per task" in page
+    assert "side by side<" not in page
+
+
 async def test_calls_that_a_group_shares_are_shown_once(opened: Open) -> None:
     def said(*texts: str) -> Any:
         def fill(recorder: Recorder, **_: Any) -> None:
@@ -1084,7 +1185,7 @@ async def test_group_says_who_got_which_advantage_and_why(opened: Open) -> None:
     async with opened(store) as client:
         silent = (await data_of(client, address + "0"))["members"]
         loud = (await data_of(client, address + "1"))["members"]
-    assert {"No advantage, because all 2 rollouts of the group earned 0.5."} == {one["why"] for one in silent}
+    assert {"No advantage, because all 2 rewards are 0.5."} == {one["why"] for one in silent}
     assert [
         "The reward 1 is above the mean 0.5 of its group of 2. Training made its answers more likely.",
         "The reward 0 is below the mean 0.5 of its group of 2. Training made its answers less likely.",
@@ -1346,6 +1447,29 @@ async def test_run_has_its_validation_curve_and_the_time_between_its_rewards(ope
     assert "3 min 20 s" in page
 
 
+async def test_run_whose_live_version_was_never_validated_is_not_measured_since(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="a", live={"lm": "a-1-sft-1"}))
+    await store.log_metrics(rewarded("a", "validate", [0.0]) + rewarded("a", "sft", [0.0]))
+    shelf = validations_of("a", 1)
+
+    async def shown(turn: int, version: str) -> tuple[Any, str]:
+        found = Validation(turn=turn, versions={"lm": version}, rewards=(0.0,) * 4, tasks="t")
+        await store.save_state(shelf.states({f"{turn:08d}": found}))
+        async with opened(store) as client:
+            data, page = await data_of(client, "/"), await text_of(client, "/")
+            assert "Steps to a reward" not in await text_of(client, "/runs/a")
+        return data["runs"][0]["now"], page
+
+    now, page = await shown(0, "a-1-initial")
+    assert now is None
+    assert "0 → <b>0</b> → not measured since" in page
+    now, page = await shown(1, "a-1-sft-1")
+    assert 4 == now["tasks"]
+    assert now["low"] < 0.001 < 0.4 < now["high"]
+    assert "now [0, 0.4899], 4 tasks" in page
+
+
 async def test_events_of_versions_are_marks_on_the_rewards(opened: Open) -> None:
     store, text = MemoryStore(), PromptTemplate(template="Answer.")
     logged = [replace(each, time=float(each.step)) for each in rewarded("a", "grpo", [0.1, 0.8, 0.2])]
@@ -1362,8 +1486,11 @@ async def test_events_of_versions_are_marks_on_the_rewards(opened: Open) -> None
     await store.save_state({}, experiment=ExperimentRecord(name="a", live={"style": "a-1-grpo-1"}))
     async with opened(store) as client:
         marks = (await data_of(client, "/runs/a"))["rewards"]["marks"]
+        page = await text_of(client, "/runs/a")
+    assert '1 published</span> <span class="key-best">1 highest score</span>' in " ".join(page.split())
+    assert "no alerts" in page
     assert [(2, "published"), (4, "best"), (6, "back")] == [(mark["place"], mark["kind"]) for mark in marks]
-    assert "best measured version, 0.8: style@a-1-grpo-2" == marks[1]["text"]
+    assert "highest score, 0.8 (fresh): style@a-1-grpo-2" == marks[1]["text"]
 
 
 async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open) -> None:

@@ -306,7 +306,9 @@ def test_damaged_record_is_named_and_hides_no_other(caplog: pytest.LogCaptureFix
     good = values.encoded(RECORDED)
     assert [RECORDED, RECORDED] == values.readable([good, None, b"{", good], Rollout)
     (message,) = caplog.messages
-    assert message.startswith("a stored Rollout is damaged and cannot be read: Expected `object`")
+    assert message.startswith(
+        "a stored Rollout cannot be read (damaged, or of another version of agl): Expected `object`"
+    )
 
 
 def test_recording_with_a_damaged_attempt_or_span_is_not_readable() -> None:

@@ -169,7 +169,23 @@ def test_reward_that_stays_where_it_is_is_found_unless_another_rule_says_why() -
     assert ["no-progress"] == [one.rule for one in suggestions_of(logged(FLAT, steps=30))]
     lost = {**FLAT, **SITUATIONS["entropy-lost"]}
     assert ["entropy-lost"] == [one.rule for one in suggestions_of(logged(lost, steps=30))]
-    assert [] == suggestions_of(logged(FLAT, steps=15))
+    assert [] == suggestions_of(logged(FLAT, steps=10))
+
+
+def test_a_third_of_silent_groups_is_a_finding_where_the_reward_stands_still() -> None:
+    silent: dict[str, Values] = {"silent_share": lambda _: 0.35}
+    (found,) = suggestions_of(logged({**silent, "reward": lambda step: 0.15 + 0.03 * wobble(step)}, steps=15))
+    assert "silent-groups" == found.rule
+    assert "35% of the rollouts taught nothing" in found.evidence
+    assert "; in the last 8 steps the reward changed by " in found.evidence
+    assert [] == suggestions_of(logged({**silent, "reward": lambda step: 0.9 + 0.03 * wobble(step)}, steps=15))
+
+
+@pytest.mark.parametrize("rise", [0.02, 0.04])
+@pytest.mark.parametrize("steps", [12, 20, 30])
+def test_noisy_rise_is_no_standstill(rise: float, steps: int) -> None:
+    rising: dict[str, Values] = {"reward": lambda step: 0.1 + rise * step + 0.08 * wobble(step)}
+    assert [] == suggestions_of(logged(rising, steps=steps))
 
 
 @pytest.mark.parametrize("steps", [1, 3, 12, 60])

@@ -80,7 +80,9 @@ def test_damaged_rollout_is_named_once_and_hides_no_other(
 
     with caplog.at_level(logging.WARNING):
         file.use(body)
-    assert 1 == sum(f"rollout '{own}' is damaged and cannot be read" in each for each in caplog.messages)
+    assert 1 == sum(
+        f"rollout '{own}' cannot be read (damaged, or of another version of agl)" in each for each in caplog.messages
+    )
 
 
 def test_rollout_whose_id_is_a_path_is_damaged(file: File) -> None:
@@ -124,7 +126,7 @@ def test_attempt_with_an_error_stands_for_a_damaged_one(file: File, caplog: pyte
         ]
 
     file.use(body)
-    assert ["attempt 'a-2.1' is damaged"] == [each[:26] for each in caplog.messages]
+    assert ["attempt 'a-2.1' cannot be read"] == [each[:30] for each in caplog.messages]
 
 
 def test_claim_from_any_experiment_takes_the_oldest(file: File) -> None:

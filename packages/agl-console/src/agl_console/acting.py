@@ -32,6 +32,9 @@ REMEMBERED = 1000
 _LOGGED = 600
 """The most characters of a form's fields in a log line."""
 
+_OFFER = ("key", "proof")
+"""Fields by which a form is known as one of a session."""
+
 _KEY = re.compile("[0-9a-f]{16}")
 _LOCAL = re.compile(r"/(?:[!-.0-\[\]-~][!-\[\]-~]*)?")
 """Matches a path on this console: without spaces and backslashes, and never ``//``, which would name another host."""
@@ -117,15 +120,15 @@ class Actions:
         if session is None:
             return _moved(link("sign-in", next=request.raw_path))
         name, kind = self._kind(request)
-        given = {key: _lines(value) for key, value in request.query.items() if value}
+        given = {key: _lines(value) for key, value in request.query.items() if value and key not in _OFFER}
         if kind.fields and not any(field.name in given for field in kind.fields):
-            return self._fields_page(name, kind, given)
+            return self._fields_page(session, name, kind, given)
         try:
             action: Action = parsed({key: [value] for key, value in given.items()}, kind.form)
             lines, state = await action.describe(self._store)
         except AglError as error:
             if kind.fields and isinstance(error, ConfigError):
-                return self._fields_page(name, kind, given, error=str(error))
+                return self._fields_page(session, name, kind, given, error=str(error))
             return self._error(request, error)
         fields = {**given, **{key: value for key, value in state.items() if value}, "key": secrets.token_hex(8)}
         hidden = {**fields, "proof": session.proof(name, fields)}
@@ -145,8 +148,12 @@ class Actions:
         access, form = self._known(), await _form(request)
         name, kind = self._kind(request)
         session = access.session(request)
-        proof = form.pop("proof", "")
-        if session is None or not session.is_proven(name, form, proof) or not _KEY.fullmatch(form.get("key", "")):
+        proof, offered = form.pop("proof", ""), form
+        if alone := form.pop("alone", ""):  # the first page offered everything but this field, and no second one asks
+            asked = {field.name for field in kind.fields}
+            offered = {key: value for key, value in form.items() if key not in asked}
+            form = {**offered, alone: form.get(alone, "")} if alone == kind.alone else {}
+        if session is None or not session.is_proven(name, offered, proof) or not _KEY.fullmatch(form.get("key", "")):
             self._audit(f"refused {name}: the form is not one of this session, from {request.remote}")
             text = (
                 "This form is not of your session, which may have ended. Nothing was changed: sign in, and ask again."
@@ -211,13 +218,18 @@ class Actions:
         page = self._pages.render("sign_in.html", visitor=self.visitor(request), then=kept, error=error)
         return page_response(page, status=status)
 
-    def _fields_page(self, name: str, kind: Kind, given: Mapping[str, str], *, error: str = "") -> web.Response:
+    def _fields_page(
+        self, session: Session, name: str, kind: Kind, given: Mapping[str, str], *, error: str = ""
+    ) -> web.Response:
         asked = {field.name for field in kind.fields}
         needed = {field.encode_name for field in msgspec.structs.fields(kind.form) if field.required} - asked
         hidden = {key: value for key, value in given.items() if key not in asked}
         if missing := sorted(needed - given.keys()):
             text = f"The address lacks {', '.join(missing)}; follow the link on the page of a rollout or a version."
             return page_response(self._pages.error(kind.title, text, visitor="signed"), status=400)
+        if kind.alone:
+            offered = {**hidden, "key": secrets.token_hex(8)}
+            hidden = {**offered, "proof": session.proof(name, offered)}
         values = {field.name: given.get(field.name, field.default) for field in kind.fields}
         page = self._pages.render(
             "action_fields.html", visitor="signed", name=name, kind=kind, hidden=hidden, values=values, error=error

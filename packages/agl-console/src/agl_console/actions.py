@@ -246,12 +246,16 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Kind(NamedTuple):
-    """A kind of action: the title, the button's text, the class, and the inputs that a person fills in."""
+    """A kind of action: the title, the button's text, the class, and the inputs that a person fills in.
+
+    ``alone`` is the input that needs no confirmation if nothing else is given.
+    """
 
     title: str
     button: str
     form: type[Any]
     fields: Sequence[Field] = ()
+    alone: str = ""
 
 
 KINDS: dict[str, Kind] = {
@@ -268,10 +272,11 @@ KINDS: dict[str, Kind] = {
         "Add it",
         Rate,
         (
-            Field("value", "Reward, a number such as 0 or 1; leave it empty for a note alone"),
+            Field("value", "Reward, a number such as 0 or 1"),
             Field("comment", "Note, in which #words are tags", lines=3),
             Field("name", "Name of the reward, where the experiment weighs several; leave it empty otherwise"),
         ),
+        alone="comment",
     ),
 }
 """The kinds of actions, by the last part of their addresses."""

@@ -81,6 +81,7 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
         changes: How each agent changed over the run, those that got worse first.
         figures: The credit of agents over these steps.
         looked_through: Number of newest rollouts that were read.
+        cut_off: Number of calls in these rollouts whose answers were cut off at the token limit.
         agents: The agents in these rollouts.
         names: The agents of the matrix.
         follows: The matrix: how often a call of the row's agent was followed by a call of the column's agent.
@@ -95,6 +96,7 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     changes: list[AgentChange]
     figures: list[Figure]
     looked_through: int
+    cut_off: int
     agents: list[AgentRow]
     names: list[str]
     follows: list[list[int]]
@@ -129,6 +131,7 @@ async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsVi
         changes=agent_changes(every),
         figures=_figures(name, tallies),
         looked_through=looked,
+        cut_off=sums.cut_off,
         agents=agents,
         names=names,
         follows=[[sums.follows[first, second] for second in names] for first in names],
@@ -204,6 +207,7 @@ class _Sums:
     def __init__(self) -> None:
         self.agents: dict[str, AgentTally] = {}
         self.follows: Counter[tuple[str, str]] = Counter()
+        self.cut_off = 0
 
     def add(self, recording: Recording) -> None:
         """Add the deciding attempt of a rollout to the sums."""
@@ -214,9 +218,10 @@ class _Sums:
         for span in spans:
             who = enclosing.who(span)
             if span.call is not None:
+                self.cut_off += span.call.is_truncated
                 shares.append(_share_of(span, who.agent, uses.get(span.span_id), is_first=who.agent not in callers))
                 callers.append(who.agent)
-            if span.status == "error" and span.name != semconv.ROOT_SPAN_NAME:
+            if span.status == "error" and span.name not in (semconv.ROOT_SPAN_NAME, semconv.UNREADABLE):
                 shares.append(AgentTally(agent=who.agent, errors=1))
         self.follows.update(pairwise(callers))
         self.agents = _summed([*self.agents.values(), *shares])

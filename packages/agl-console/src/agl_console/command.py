@@ -73,7 +73,7 @@ class _Console(click.Group):
     help="A model's tokenizer.json, or its folder: tokens are shown with their texts.",
 )
 @click.option(
-    "--actions", "acts", is_flag=True, help="Let people with the admin token promote, cancel, retry and rate."
+    "--actions", "acts", is_flag=True, help="Let people with the admin token promote, cancel, rate and leave notes."
 )
 @click.option(
     "--token-file",

@@ -209,7 +209,7 @@ class Goal(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def goal_of(metrics: Mapping[str, Sequence[Metric]], chosen: float | None) -> Goal | None:
-    """Return the goal and the first step of each algorithm that reached it; ``None`` if no reward is logged.
+    """Return the goal and the first step of each algorithm that reached it; ``None`` if no reward but 0 is logged.
 
     Args:
         metrics: Metrics by run.
@@ -225,9 +225,10 @@ def goal_of(metrics: Mapping[str, Sequence[Metric]], chosen: float | None) -> Go
         for metric in found:
             if metric.name == REWARD and math.isfinite(metric.value):
                 lines.setdefault((run, metric.algorithm), []).append(metric)
-    if not lines:
+    values = [metric.value for line in lines.values() for metric in line]
+    if not any(values):
         return None
-    best = max(metric.value for line in lines.values() for metric in line)
+    best = max(values)
     goal = best - (1 - SHARE) * abs(best) if chosen is None else chosen
     reached = [_reached(run, algorithm, line, goal) for (run, algorithm), line in lines.items()]
     return Goal(reward=goal, is_given=chosen is not None, reached=reached)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
+from agl import semconv
 from agl.contracts import CallUse, Recording, RolloutQuery, Store
 from agl.dialects import call_messages
 from agl.episodes import Enclosing, build_episode, chronological, episode_reward
@@ -88,7 +89,8 @@ class Member(Record, frozen=True, kw_only=True, omit_defaults=False):
         credit: Mean credit of the rollout's calls, as the last step reported it.
         advantage: Mean advantage of the rollout's trained calls, as the last step reported it.
         why: How the reward stands in the group, and what training did with the rollout's answers.
-        difference: The first difference; ``None`` for equal rollouts.
+        difference: The first difference; ``None`` for equal rollouts and for those that cannot be compared.
+        is_readable: Whether all of its spans can be read, so that its calls can be compared.
         calls: The first calls of the rollout.
         total: The number of all calls of the rollout.
     """
@@ -101,6 +103,7 @@ class Member(Record, frozen=True, kw_only=True, omit_defaults=False):
     advantage: float | None
     why: str
     difference: Difference | None
+    is_readable: bool
     calls: list[CallCell]
     total: int
 
@@ -174,7 +177,8 @@ async def group_view(store: Store, chosen: GroupFilter) -> GroupView:
     ]
     members = _members([_Run(recording) for recording in recordings], against)
     first = min((member.difference.call for member in members if member.difference), default=None)
-    equal = max((len(member.calls) for member in members), default=0) if len(members) > 1 else 0
+    is_readable = all(member.is_readable for member in members)
+    equal = max((len(member.calls) for member in members), default=0) if len(members) > 1 and is_readable else 0
     return GroupView(
         experiment=chosen.experiment,
         group=chosen.group,
@@ -183,7 +187,7 @@ async def group_view(store: Store, chosen: GroupFilter) -> GroupView:
         task=Contents().text("task", recordings[0].rollout.task if recordings else None),
         against=against,
         first=first,
-        shared=equal if first is None else first,
+        shared=first if first is not None and is_readable else equal,
         members=members,
         steps=[Ran(algorithm=key[0], step=key[1], rollouts=len(found)) for key, found in ran.items()],
         left_out=len(ids) - len(members),
@@ -240,6 +244,7 @@ class _Run:
             if span.call is not None and span.span_id not in repeated
         ]
         self.reward = episode_reward(own)
+        self.is_readable = all(span.name != semconv.UNREADABLE for span in own)
         self.uses = uses_of(recording.spans)
 
 
@@ -268,7 +273,8 @@ def _member(run: _Run, other: _Run, rewards: Sequence[float], largest: float) ->
         credit=fmean(credits) if credits else None,
         advantage=advantage,
         why=_why(run, advantage, rewards),
-        difference=first_difference(other.calls, run.calls),
+        difference=first_difference(other.calls, run.calls) if run.is_readable and other.is_readable else None,
+        is_readable=run.is_readable,
         calls=cells,
         total=len(run.calls),
     )

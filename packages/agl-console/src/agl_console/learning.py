@@ -9,10 +9,10 @@ from agl.schemas import Record
 from agl_console.figures import REWARD, Figure, Goal, Mark, derived, figure_of, goal_of
 from agl_console.reading import run_of
 from agl_console.runs import best_version, has_failures, is_made_by, rewards_of, status_of
-from agl_inspect.advice.suggestions import Suggestion, read_alerts, suggestions_of
+from agl_inspect.advice.suggestions import Suggestion, read_alerts, suggestions_in
 from agl_inspect.records.metrics import experiment_step
 from agl_inspect.records.state import load_settings
-from agl_inspect.rollouts.step_tallies import read_tallies
+from agl_inspect.rollouts.step_tallies import StepTally, read_tallies
 
 STEPS = 50
 """The most steps in a table."""
@@ -51,12 +51,22 @@ METRICS = {
 }
 """Metrics whose figures come first, in this order, with their meanings; they show if, and why not, the run learns."""
 
-HEALTH = ("entropy", "kl", "logprob_gap", "silent_share", "truncated_share", "tokens_per_rollout", "dropped_share")
+HEALTH = (
+    "entropy",
+    "kl",
+    "logprob_gap",
+    "groups_silent",
+    "silent_share",
+    "truncated_share",
+    "tokens_per_rollout",
+    "dropped_share",
+)
 """Metrics that tell a healthy run from a sick one; a small chart of each stands below the rewards."""
 
 LABELS = {
     "logprob_gap": "gap to the server",
-    "silent_share": "silent groups",
+    "groups_silent": "silent groups",
+    "silent_share": "silent rollouts",
     "truncated_share": "truncated answers",
     "tokens_per_rollout": "answer length",
     "dropped_share": "dropped rollouts",
@@ -87,10 +97,14 @@ class LearningFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class StepTable(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The metrics of an algorithm: a row per step, the newest first, with a value or ``None`` for each name."""
+    """The metrics of an algorithm: a row per step, the newest first, with a value or ``None`` for each name.
+
+    ``linked`` are the steps that have rollouts.
+    """
 
     algorithm: str
     names: list[str]
+    linked: list[int]
     rows: list["StepRow"]
 
 
@@ -138,7 +152,10 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
     """Read a run's metrics, with tables of up to ``rows`` steps; raises :class:`NotFoundError` for an unknown run."""
     record = await run_of(store, name)
     logged = await store.metrics(name, run=record.run)
-    metrics = [*logged, *derived(logged, await read_tallies(store, record))]
+    counted = {metric.algorithm for metric in logged if metric.name == "groups_silent"}
+    other = [metric for metric in logged if metric.name != "silent_share" or metric.algorithm not in counted]
+    tallies = await read_tallies(store, record)
+    metrics = [*other, *derived(logged, tallies)]
     shown = [metric for metric in metrics if chosen.before is None or metric.step < chosen.before]
     newest = sorted({metric.step for metric in shown}, reverse=True)
     steps = newest[:rows]
@@ -158,14 +175,14 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
         live=record.live,
         best=best,
         has_failures=await has_failures(store, name),
-        suggestions=suggestions_of(logged),
+        suggestions=await suggestions_in(store, logged),
         goal=goal_of({name: logged}, chosen.goal),
         rewards=rewards and replace(rewards, marks=await marks_of(store, record, logged, best)),
         health=[figures[key] for key in HEALTH if key in figures and key not in constants],
         figures=[figure for key, figure in figures.items() if key not in constants and key not in HEALTH],
         constants=constants,
         meanings=MEANINGS,
-        tables=_tables([metric for metric in shown if steps and metric.step >= steps[-1]]),
+        tables=_tables([metric for metric in shown if steps and metric.step >= steps[-1]], tallies),
         settings=await load_settings(store, record),
         next={"before": str(steps[-1]), **({} if chosen.goal is None else {"goal": repr(chosen.goal)})}
         if len(newest) > rows
@@ -198,7 +215,7 @@ async def marks_of(
             is_best = best is not None and (best.name, best.version) == (name, each.version)
             place = places.get((each.algorithm, each.step or 0))
             if place is not None and not each.metadata.get("candidate") and is_made_by(record, each.version):
-                words = f"best measured version, {best.mean:.4g}: " if best and is_best else "published "
+                words = f"highest score, {best.mean:.4g} ({best.how}): " if best and is_best else "published "
                 kind, text = "best" if is_best else "published", f"{words}{name}@{each.version}"
                 address, query = ["versions", name], {"version": each.version}
                 found.append(
@@ -254,18 +271,20 @@ def in_order(names: Collection[str]) -> list[str]:
     return sorted(names, key=place)
 
 
-def _tables(metrics: Sequence[Metric]) -> list[StepTable]:
+def _tables(metrics: Sequence[Metric], tallies: Sequence[StepTally]) -> list[StepTable]:
     by_algorithm: dict[str, list[Metric]] = {}
     for metric in metrics:
         by_algorithm.setdefault(metric.algorithm, []).append(metric)
-    return [_table(algorithm, found) for algorithm, found in by_algorithm.items()]
+    collected = {(tally.algorithm, tally.step) for tally in tallies if tally.rollouts}
+    return [_table(algorithm, found, collected) for algorithm, found in by_algorithm.items()]
 
 
-def _table(algorithm: str, metrics: Sequence[Metric]) -> StepTable:
+def _table(algorithm: str, metrics: Sequence[Metric], collected: Collection[tuple[str, int]]) -> StepTable:
     names = in_order({metric.name for metric in metrics})
     values = {(metric.step, metric.name): metric.value for metric in metrics}
     rows = [
         StepRow(step=step, values=[values.get((step, name)) for name in names])
         for step in sorted({metric.step for metric in metrics}, reverse=True)
     ]
-    return StepTable(algorithm=algorithm, names=names, rows=rows)
+    linked = [row.step for row in rows if (algorithm, row.step) in collected]
+    return StepTable(algorithm=algorithm, names=names, linked=linked, rows=rows)

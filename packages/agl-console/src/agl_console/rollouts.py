@@ -5,10 +5,11 @@ ids. All other filters are applied here, for at most ``SECONDS`` per page, so th
 any size. The page shows how many rollouts were checked, and the next page continues from there.
 """
 
+import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Annotated, Any, Literal, cast
 
@@ -18,11 +19,13 @@ from msgspec.structs import asdict, replace
 from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
-from agl.schemas import Mode, Record, RolloutStatus, Span, to_json
+from agl.schemas import Mode, Record, Rollout, RolloutStatus, Span, to_json
 from agl_console.reading import notes_of
+from agl_console.siblings import step_prefix
 from agl_inspect.records.names import id_prefix
 from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.rollouts.step_tallies import MOST_AGENTS, read_tallies
+from agl_inspect.rollouts.training import training_of
 from agl_inspect.statistics import interval
 
 PAGE = 50
@@ -56,6 +59,7 @@ Positive = Annotated[int, msgspec.Meta(ge=0)]
 
 Reject = Literal[
     "",
+    "cut_off",
     "error",
     "incomplete",
     "superseded",
@@ -66,7 +70,10 @@ Reject = Literal[
     "late",
     "not_final",
 ]
-"""The reasons in :attr:`agl.schemas.Transition.reject` that follow from the record alone, whatever trains on it."""
+"""The reasons in :attr:`agl.schemas.Transition.reject` that follow from the record alone, whatever trains on it.
+
+``cut_off`` selects calls whose answers were cut off at the token limit; they may train.
+"""
 
 
 class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,9 +86,10 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         until: The last step.
         low: Select rewards at or above this.
         high: Select rewards below this.
-        reward: ``none`` selects the rollouts without a reward.
+        reward: ``none`` selects the rollouts without a reward, ``low`` those with a reward of 0 or less.
         agent: An agent, node or role that made a call.
         note: A part of a person's note, such as ``#loop``.
+        taught: ``nothing`` selects the rollouts that changed nothing in the steps that trained.
         reject: The reject reason of one of the rollout's calls.
         after: The last rollout id of the previous page.
         at: The time of creation of that rollout.
@@ -100,7 +108,8 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     note: str = ""
     low: float | None = None
     high: float | None = None
-    reward: Literal["", "none"] = ""
+    reward: Literal["", "none", "low"] = ""
+    taught: Literal["", "nothing"] = ""
     reject: Reject = ""
     after: str = ""
     at: float = 0.0
@@ -122,6 +131,8 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return true if the filters select this reward."""
         if self.reward == "none":
             return reward is None
+        if self.reward == "low":
+            return reward is not None and reward <= 0
         if self.low is None and self.high is None:
             return True
         if reward is None:
@@ -138,6 +149,7 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         error: The last attempt's error, such as ``ValueError: no``.
         found: The text around the first words that the filter ``said`` found; ``""`` without that filter.
         found_at: The number of the span with these words.
+        is_alone: True if no other rollout of the step has the same task.
         notes: What people noted about the rollout.
     """
 
@@ -156,6 +168,7 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     error: str
     found: str
     found_at: int
+    is_alone: bool
     notes: list[str]
 
 
@@ -213,6 +226,7 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         looked_through: The number of rollouts checked for the page.
+        nothing: The reason why no rollout is on the page, if one filter alone explains it.
         unread: The number of older rollouts that an empty first page did not check; ``None`` for other pages.
         histogram: The rewards of the matching rollouts.
         agents: The agents of the chosen run, those with the most rollouts first, with the number of these rollouts.
@@ -226,8 +240,17 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     histogram: list[Bin]
     agents: dict[str, int]
     looked_through: int
+    nothing: "Nothing | None"
     unread: int | None
     next: dict[str, str]
+
+
+class Nothing(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The reason why no rollout fits the filters, and a query that finds others, with a phrase for its link."""
+
+    words: str
+    others: str = ""
+    query: dict[str, str] = {}
 
 
 async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
@@ -242,17 +265,53 @@ async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
     filters = _filters(chosen)
     notes = await notes_of(store, [recording for recording, _ in page])
     last = page[-1][0] if len(seen.fitting) > PAGE else None if seen.is_end else seen.last
+    agents = await _agents(store, chosen.experiment)
+    alone = await _alone(store, [recording.rollout for recording, _ in page])
     return RolloutsView(
         filters=filters,
         picked=_picked(filters),
-        rollouts=[_row(one, reward, chosen.said, notes.get(one.rollout.rollout_id, [])) for one, reward in page],
+        rollouts=[_row(one, reward, chosen.said, notes.get(one.rollout.rollout_id, []), alone) for one, reward in page],
         summary=_summary(seen.fitting),
         histogram=_histogram([reward for _, reward in seen.fitting], filters),
-        agents=await _agents(store, chosen.experiment),
+        agents=agents,
         looked_through=seen.count,
+        nothing=None if page else await _nothing(store, chosen, agents, is_end=seen.is_end),
         unread=seen.unread,
         next={**filters, "after": last.rollout.rollout_id, "at": repr(last.rollout.created_at)} if last else {},
     )
+
+
+async def _nothing(store: Store, chosen: RolloutsFilter, agents: Mapping[str, int], *, is_end: bool) -> Nothing | None:
+    records = await store.experiments(chosen.experiment) if chosen.experiment else []
+    made = [each.algorithm for record in records for each in await read_tallies(store, record)]
+    if chosen.agent and agents and chosen.agent not in agents:
+        return Nothing(words=f"No agent is named {chosen.agent} in this run; agents here: {', '.join(agents)}.")
+    if records and chosen.algorithm not in ("", *made):
+        return Nothing(
+            words=f"{chosen.algorithm} has no rollouts in this run: an algorithm that trains on data makes none."
+        )
+    if chosen.status != "failed" or not is_end:
+        return None
+    others = replace(chosen, status="", reward="low", after="", at=0.0)
+    end = time.monotonic() + SECONDS
+    seen = await _step(store, others, end) or await _scan(store, others, end)
+    low = len(seen.fitting)
+    words = f"{'' if seen.is_end else 'at least '}{low} with a reward of 0 or less" if low else ""
+    return Nothing(words="No rollout crashed or timed out.", others=words, query=_filters(others) if low else {})
+
+
+async def _alone(store: Store, rollouts: Sequence[Rollout]) -> set[str]:
+    """Return the ids of those rollouts whose group has no other rollout in their step."""
+    seen = Counter((step_prefix(each), each.group_id) for each in rollouts)
+    single = [each for each in rollouts if each.group_id and seen[step_prefix(each), each.group_id] == 1]
+    is_alone = await asyncio.gather(*(_is_alone(store, each) for each in single))
+    return {each.rollout_id for each, is_it in zip(single, is_alone, strict=True) if is_it}
+
+
+async def _is_alone(store: Store, rollout: Rollout) -> bool:
+    prefix = step_prefix(rollout)
+    query = RolloutQuery(experiment=rollout.experiment, group_id=rollout.group_id, after=prefix, limit=2)
+    return sum(each.rollout_id.startswith(prefix) for each in await store.rollouts(query)) < 2
 
 
 class _Seen(Record, frozen=True, kw_only=True):
@@ -325,7 +384,7 @@ def _has_reject(recording: Recording, reason: Reject) -> bool:
     """Return true if a call has this reject reason; of a huge rollout only the first spans are read."""
     deciding = [each for each in recording.attempts if each.attempt_id == recording.rollout.attempt_id]
     episode = build_episode(recording.rollout, deciding[0] if deciding else None, recording.spans)
-    return any(call.reject == reason for call in episode.transitions)
+    return any(call.is_truncated if reason == "cut_off" else call.reject == reason for call in episode.transitions)
 
 
 async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: RolloutsFilter) -> _Seen:
@@ -341,8 +400,11 @@ async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: Ro
         found = [replace(one, spans=[span]) for one, span in own if span is not None]
     elif chosen.reject:
         found = [replace(one, spans=[]) for one in found]
-    fitting = await _with_agent(store, found, chosen.agent)
-    rewards = [(recording, reward) for recording in fitting if chosen.admits(reward := reward_of(recording))]
+    if chosen.agent:
+        found = await _with_spans(store, found, SpanQuery(agent=chosen.agent, limit=1), lambda spans: bool(spans))
+    if chosen.taught:
+        found = await _with_spans(store, found, SpanQuery(attempt_id=""), _taught_nothing)
+    rewards = [(recording, reward) for recording in found if chosen.admits(reward := reward_of(recording))]
     last = page[-1] if page else seen.last
     return replace(seen, fitting=[*seen.fitting, *rewards], count=seen.count + len(page), last=last)
 
@@ -407,16 +469,21 @@ def _is_of_step(recording: Recording, chosen: RolloutsFilter) -> bool:
     return is_of_algorithm and (chosen.steps is None or metadata.get("step") in chosen.steps)
 
 
-async def _with_agent(store: Store, found: Sequence[Recording], agent: str) -> Sequence[Recording]:
-    """Return the rollouts in which the agent has a span."""
-    if not agent or not found:
-        return found
-    query = RolloutQuery(ids=tuple(recording.rollout.rollout_id for recording in found), limit=len(found))
-    with_agent: set[str] = set()
-    while page := await store.recordings(query, spans=SpanQuery(agent=agent, limit=1)):
-        with_agent |= {recording.rollout.rollout_id for recording in page if recording.spans}
+async def _with_spans(
+    store: Store, found: Sequence[Recording], wanted: SpanQuery, fits: Callable[[Sequence[Span]], bool]
+) -> list[Recording]:
+    """Return the rollouts whose wanted spans fit."""
+    query = RolloutQuery(ids=tuple(recording.rollout.rollout_id for recording in found), limit=max(1, len(found)))
+    fitting: set[str] = set()
+    while found and (page := await store.recordings(query, spans=wanted)):
+        fitting |= {recording.rollout.rollout_id for recording in page if fits(recording.spans)}
         query = query.next(page[-1].rollout)
-    return [recording for recording in found if recording.rollout.rollout_id in with_agent]
+    return [recording for recording in found if recording.rollout.rollout_id in fitting]
+
+
+def _taught_nothing(spans: Sequence[Span]) -> bool:
+    records = training_of(spans)
+    return bool(records) and all(record.is_silent for record in records)
 
 
 def _filters(chosen: RolloutsFilter) -> dict[str, str]:
@@ -434,6 +501,7 @@ _PICKED = {
     "low": "reward from {}",
     "high": "reward below {}",
     "reward": "without a reward",
+    "taught": "taught {}",
     "algorithm": "{}",
     "step": "step {}",
     "until": "to step {}",
@@ -444,11 +512,19 @@ _PICKED = {
 }
 """Phrases for filters, in the order in which they are shown."""
 
+_PICKED_VALUES = {
+    ("status", "failed"): "crashed or timed out",
+    ("reward", "low"): "reward of 0 or less",
+    ("reject", "cut_off"): "with a call cut off at the token limit",
+}
+"""Phrases for filters with these values."""
+
 
 def _picked(filters: Mapping[str, str]) -> list[Picked]:
     return [
         Picked(
-            words=words.format(filters[name].replace("_", " ") if name == "reject" else filters[name]),
+            words=_PICKED_VALUES.get((name, filters[name]))
+            or words.format(filters[name].replace("_", " ") if name == "reject" else filters[name]),
             without={other: value for other, value in filters.items() if other != name},
         )
         for name, words in _PICKED.items()
@@ -464,7 +540,7 @@ def _around(span: Span, said: str) -> str:
     return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
 
 
-def _row(recording: Recording, reward: float | None, said: str, notes: list[str]) -> RolloutRow:
+def _row(recording: Recording, reward: float | None, said: str, notes: list[str], alone: Collection[str]) -> RolloutRow:
     rollout = recording.rollout
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
     error = recording.attempts[-1].error if recording.attempts else None
@@ -485,6 +561,7 @@ def _row(recording: Recording, reward: float | None, said: str, notes: list[str]
         error=f"{error.type}: {error.message}"[:_TASK] if error else "",
         found=_around(recording.spans[0], said) if said else "",
         found_at=recording.spans[0].sequence if said else 0,
+        is_alone=rollout.rollout_id in alone,
         notes=notes,
     )
 

@@ -13,7 +13,9 @@ from agl_inspect.advice.run_differences import RunDifference, compare_runs
 from agl_inspect.advice.suggestions import VALIDATE
 from agl_inspect.presence import is_gone
 from agl_inspect.records.state import load_settings
+from agl_inspect.records.validations import Validation, read_validations
 from agl_inspect.rollouts.step_tallies import read_tallies
+from agl_inspect.statistics import interval
 
 PAGE = 50
 """The most runs on a page."""
@@ -48,7 +50,8 @@ class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         wall_s: Seconds from the first logged reward to the last one.
         curve: The validation reward with its intervals, else that of an algorithm; ``None`` if none is logged.
         highest: The highest reward of the curve, which has a selection of the points of a long run.
-        best: The version of a live resource with the highest measured score.
+        now: The newest reward; of a run with validations, the newest of the live versions, ``None`` without one.
+        best: The version of a live resource with the highest score.
         has_failures: True if a rollout failed.
     """
 
@@ -62,8 +65,18 @@ class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     wall_s: float
     curve: Line | None
     highest: float | None
+    now: "Now | None"
     best: VersionScore | None
     has_failures: bool
+
+
+class Now(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The newest reward with its interval; ``tasks`` is 0 if it was no validation."""
+
+    value: float
+    low: float | None
+    high: float | None
+    tasks: int
 
 
 class LastReward(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -218,9 +231,20 @@ async def _row(store: Store, record: ExperimentRecord, rewards: Sequence[Metric]
         wall_s=max(times, default=0) - min(times, default=0),
         curve=lines[0] if lines else None,
         highest=max((one.value for one in values if lines and one.algorithm == lines[0].algorithm), default=None),
+        now=_now(lines[0] if lines else None, record, await read_validations(store, record.name, record.run)),
         best=await best_version(store, record),
         has_failures=any(each.failed for each in sums),
     )
+
+
+def _now(curve: Line | None, record: ExperimentRecord, measured: Sequence[Validation]) -> Now | None:
+    if not measured and curve:
+        return Now(value=curve.values[-1], low=curve.low[-1], high=curve.high[-1], tasks=0)
+    newest = next((one for one in reversed(measured) if one.versions == record.live), None)
+    if newest is None:
+        return None
+    low, high = interval(newest.rewards) if len(newest.rewards) > 1 else (None, None)
+    return Now(value=newest.mean, low=low, high=high, tasks=len(newest.rewards))
 
 
 def _differences(settings: Sequence[dict[str, str]]) -> list[Difference]:

@@ -51,7 +51,7 @@ class Siblings(NamedTuple):
 async def siblings_of(store: Store, rollout: Rollout) -> Siblings:
     """Read the rollouts of a rollout's step; without a step, those of its group or its run, the newest only."""
     query = RolloutQuery(experiment=rollout.experiment or None, mode=rollout.mode, limit=_PAGE)
-    prefix = _prefix(rollout)
+    prefix = step_prefix(rollout)
     if not prefix:
         query = replace(query, group_id=rollout.group_id or None, sort="created_at", is_newest_first=True)
     rows: list[tuple[str, str, float | None]] = []
@@ -69,7 +69,7 @@ def reason_of_silence(rewards: Sequence[float]) -> str:
     """Return why a group gave no advantage, as the end of a sentence; ``""`` if its rewards differ."""
     if len(rewards) < 2 or len(set(rewards)) > 1:
         return ""
-    return f", because all {len(rewards)} rollouts of the group earned {rewards[0]:.4g}"
+    return f", because all {len(rewards)} rewards are {rewards[0]:.4g}"
 
 
 def standing(reward: float | None, rewards: Sequence[float]) -> str:
@@ -83,7 +83,7 @@ def standing(reward: float | None, rewards: Sequence[float]) -> str:
     return f"The reward {reward:.4g} is {side} the mean {mean:.4g} of its group of {len(rewards)}."
 
 
-def _prefix(rollout: Rollout) -> str:
+def step_prefix(rollout: Rollout) -> str:
     """Return the start of the ids of a step's rollouts; ``""`` for a rollout that no algorithm asked for."""
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
     if not isinstance(step, int):

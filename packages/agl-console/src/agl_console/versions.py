@@ -16,6 +16,7 @@ from agl.hints import did_you_mean
 from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Weights
 from agl_console.figures import Figure
 from agl_console.learning import reward_figure
+from agl_inspect.records.learning import LearningRecords, learners
 from agl_inspect.records.splits import ArmReport, Placement, Sample, placement_of
 from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.rollouts.tree import LONGEST, Text
@@ -120,7 +121,7 @@ class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ResourceRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A resource, with the version that its name means and the best measured version."""
+    """A resource, with the version that its name means and the version with the highest score."""
 
     name: str
     kind: str
@@ -164,6 +165,7 @@ class VersionRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         claimed: The score that an algorithm stored with the version, as text.
         why: The decision of the search that made the version.
         live: Experiments in which the version is live.
+        stage: The stage that a learner's candidate with this version has reached; ``""`` for other versions.
         is_tried: True if an algorithm or ``agl resources try`` only tried the version.
     """
 
@@ -179,6 +181,7 @@ class VersionRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     claimed: str
     why: str
     live: list[str]
+    stage: str
     is_tried: bool
 
 
@@ -260,7 +263,7 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
     text = resource_text(shown.version.resource)
     records = await store.experiments()
     scores = {score.version: score for score in await store.scores(name)}
-    origins = _Origins(records, scores, trials_by_version(await read_trials(store, name)))
+    origins = _Origins(records, scores, trials_by_version(await read_trials(store, name)), await _stages(store, name))
     row = origins.row(shown, 0)
     makers = [each for each in records if each.name == row.experiment and isinstance(shown.version.resource, Weights)]
     filters = {field: getattr(chosen, field) for field in ("version", "against", "tried")}
@@ -295,6 +298,16 @@ def trials_by_version(trials: Sequence[Trial]) -> dict[str, list[TriedScore]]:
                 against = baseline if place else ""
                 rows.append(TriedScore(time=trial.time, source=trial.source, against=against, score=score))
     return found
+
+
+async def _stages(store: Store, name: str) -> dict[str, str]:
+    """Return the stages of all learners' candidates by their version of a resource."""
+    return {
+        each.versions[name]: each.stage
+        for learner in await learners(store)
+        for each in (await LearningRecords(learner).candidates.read(store)).values()
+        if name in each.versions
+    }
 
 
 def kind_of(resource: Resource) -> str:
@@ -338,9 +351,10 @@ class _Origins:
         experiments: Sequence[ExperimentRecord],
         scores: Mapping[str, VersionScore],
         trials: Mapping[str, list[TriedScore]],
+        stages: Mapping[str, str],
     ) -> None:
         self._experiments = experiments
-        self._scores, self._trials = scores, trials
+        self._scores, self._trials, self._stages = scores, trials, stages
 
     def row(self, item: ListedVersion, depth: int) -> VersionRow:
         """Return the row of a version."""
@@ -360,6 +374,7 @@ class _Origins:
             claimed="" if score else item.score,
             why=item.why,
             live=live,
+            stage=self._stages.get(version.version, ""),
             is_tried=item.is_only_tried,
         )
 

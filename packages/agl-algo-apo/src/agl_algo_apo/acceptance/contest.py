@@ -79,8 +79,12 @@ class Verdict(Record, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """The verdict as a phrase that the lineage shows as the reason."""
-        better = "better" if self.has_won else "not better"
-        return f"{better} by {self.difference:+.3f} on {self.n} validation tasks, evidence {odds_text(self.evidence)}"
+        where, odds = f"on {self.n} validation tasks", odds_text(self.evidence)
+        if self.has_won:
+            return f"better by {self.difference:+.3f} {where}, evidence {odds}"
+        if self.difference > 0:
+            return f"{self.difference:.3f} higher {where}, which may be chance: odds of {odds} are too low"
+        return f"{-self.difference:.3f} lower {where}" if self.difference < 0 else f"no higher {where}"
 
 
 def slices(order: Sequence[int], first: int) -> list[tuple[int, ...]]:

@@ -42,6 +42,10 @@ class Sampling(Record, frozen=True, kw_only=True):
         return not factors <= {None, 1.0} or any(offsets) or self.top_k not in (None, 0, -1)
 
 
+LIMITS = frozenset({"length", "max_tokens", "max_output_tokens", "model_context_window_exceeded"})
+"""Finish reasons of OpenAI, Anthropic and Google, in lower case, for an answer that was cut off at a token limit."""
+
+
 # gc=False: a call holds no cycles, and tens of thousands of them would make each garbage collection
 # slow.
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -101,6 +105,11 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     media: tuple[MediaSpan, ...] = ()
     processor: str = ""
     error: str = ""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if the answer was cut off at a token limit, by the finish reason of any backend."""
+        return self.finish_reason.lower() in LIMITS
 
     @property
     def prompt_len(self) -> int:

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from agl.schemas._base import Record
+from agl.schemas._call import LIMITS
 from agl.schemas._media import MediaSpan
 from agl.schemas._rollout import Attempt, Rollout
 from agl.schemas._span import Reward
@@ -29,10 +30,6 @@ RejectReason = Literal[
     "stale",
 ]
 """The reason why a model call is in no row; ``""`` for a call that is in a row."""
-
-
-_LIMITS = frozenset({"length", "max_tokens", "max_output_tokens", "model_context_window_exceeded"})
-"""Finish reasons of OpenAI, Anthropic and Google, in lower case, for an answer that was cut at a token limit."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -81,8 +78,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     @property
     def is_truncated(self) -> bool:
         """True if the answer was cut at a token limit, by the finish reason of any backend."""
-        # Google writes MAX_TOKENS.
-        return self.finish_reason.lower() in _LIMITS
+        return self.finish_reason.lower() in LIMITS
 
 
 class Segment(Record, frozen=True, kw_only=True):

@@ -118,7 +118,7 @@ def readable(found: Iterable[bytes | None], type: type[_R]) -> list[_R]:
 @lru_cache(maxsize=10_000)
 def note_damage(record: str, reason: str) -> None:
     """Log that a stored record cannot be read; the same record is logged once per process."""
-    _LOG.warning("%s is damaged and cannot be read: %s", record, reason)
+    _LOG.warning("%s cannot be read (damaged, or of another version of agl): %s", record, reason)
 
 
 def encoded(value: object) -> bytes:

@@ -9,14 +9,18 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median, mode
 from typing import Literal
 
+from msgspec.structs import replace
+
 from agl.acceptance import odds_text
-from agl.contracts import Metric, Store
+from agl.contracts import Metric, RolloutQuery, SpanQuery, Store
 from agl.schemas import Record
 from agl_inspect.records.gold import THRESHOLD
+from agl_inspect.records.names import id_prefix
 from agl_inspect.records.shelf import Shelf, run_key
+from agl_inspect.rollouts.span_reader import reward_of
 
 VALIDATE = "validate"
 """The algorithm name under which a validation's metrics are logged."""
@@ -39,8 +43,14 @@ _FALLEN = 0.1
 The fall is a share of the largest absolute validation reward.
 """
 
-_LONG = 20
-"""A finding is made if the reward has not changed after this many steps."""
+_HALF = 6
+"""The least number of steps in the second half of a run whose reward is said to stand still."""
+
+_FAR = 0.25
+"""A reward is far from the best if it lacks this much of 1, or of the largest reward if that is larger."""
+
+_READ, _REWARDS = 512, 32
+"""The most rollouts of a step whose rewards are looked at, and the most rewards of each."""
 
 LONGER_ANSWERS = "raise the agent's max_tokens, or leave such answers out of the loss: sampling.mask_truncated = true"
 FULL_SAMPLING = 'sampling = "override" in [policy.NAME], or remove those parameters from the agent'
@@ -93,6 +103,23 @@ class _Steps:
         return sum(bool(step.get("updates_skipped")) and not step.get("grad_norm") for step in self.metrics[-_WINDOW:])
 
     @property
+    def standstill(self) -> str:
+        """Say by how much the reward changed in the second half of the steps; ``""`` if it rises or is near the best.
+
+        Nor may the interval of the change reach a quarter of the way to the best, which many noisy rises would do. The
+        best is taken to be 1, a larger reward if there was one, or 0 if all rewards are below it.
+        """
+        rewards = self.all("reward")
+        half = rewards[len(rewards) // 2 :]
+        if len(half) < _HALF:
+            return ""
+        lacking = (max(1.0, *rewards) if max(rewards) >= 0 else 0.0) - fmean(half[-_WINDOW:])
+        rise, error = (len(half) * each for each in _slope(half))
+        if lacking < _FAR * max(1.0, *map(abs, rewards)) or rise > 2 * error or rise + 2 * error > lacking / 4:
+            return ""
+        return f"in the last {len(half)} steps the reward changed by {rise:+.2g} ± {2 * error:.2g}"
+
+    @property
     def is_better(self) -> bool:
         """True if the reward has risen over all steps by more than noise explains."""
         rewards = self.all("reward")
@@ -114,6 +141,43 @@ def suggestions_of(metrics: Sequence[Metric]) -> list[Suggestion]:
         tables.setdefault(metric.algorithm, {}).setdefault(metric.step, {})[metric.name] = metric.value
     validations = tables.pop(VALIDATE, {})
     return [one for name, table in tables.items() for one in suggestions_for(name, table, validations=validations)]
+
+
+async def suggestions_in(store: Store, metrics: Sequence[Metric]) -> list[Suggestion]:
+    """Return the suggestions from the metrics of one run; that on silent groups names the rewards of its step."""
+    found = suggestions_of(metrics)
+    rewards = [await _rewards_of(store, metrics[0], one) if one.rule == "silent-groups" else "" for one in found]
+    return [replace(one, evidence=one.evidence + words) for one, words in zip(found, rewards, strict=True)]
+
+
+async def _rewards_of(store: Store, run: Metric, found: Suggestion) -> str:
+    """Return the commonest reward of a step's silent groups, and the part of it that is lowest in most rollouts."""
+    first, end = (id_prefix(run.experiment, run.run, found.algorithm, "train", step=found.step + n) for n in (0, 1))
+    query = RolloutQuery(experiment=run.experiment, mode="train", after=first, limit=_READ)
+    read = await store.recordings(query, spans=SpanQuery(kind="reward", limit=_REWARDS))
+    own = [one for one in read if one.rollout.rollout_id < end]
+    groups: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}
+    for one in own:
+        if (reward := reward_of(one)) is not None:
+            groups.setdefault(one.rollout.group_id, []).append(reward)
+        dimensions = {name: v for span in one.spans if span.reward for name, v in span.reward.dimensions.items()}
+        for name, value in dimensions.items():
+            if value is not None:
+                parts.setdefault(name, []).append(value)
+    silent = [rewards[0] for rewards in groups.values() if len(rewards) > 1 and len(set(rewards)) == 1]
+    if not silent:
+        return ""
+    said = f"; in step {found.step}, {len(silent)} of {len(groups)} tasks got one reward, mostly {mode(silent):.3g}"
+    lowest = {
+        name: values.count(min(values))
+        for name, values in parts.items()
+        if min(values) < max(values) or min(values) <= 0
+    }
+    if not lowest or max(lowest.values()) <= len(own) / 2:
+        return said
+    name = max(lowest, key=lambda part: lowest[part])
+    return f"{said}, and {name} is {min(parts[name]):.3g} in {lowest[name]} of {len(own)} rollouts"
 
 
 def suggestions_for(algorithm: str, table: Table, *, validations: Table) -> list[Suggestion]:
@@ -148,12 +212,14 @@ def _where(name: str, is_wrong: Callable[[float], bool], evidence: str, change: 
 
 def _silent_groups(steps: _Steps) -> _Finding | None:
     share = steps.end("silent_share")
-    if share is None or share < 0.6:
+    if share is None or share < 0.3 or (share < 0.6 and not steps.standstill):
         return None
     reward = steps.end("reward")
     rewarded = "" if reward is None else f", and the mean reward is {reward:.3g}"
+    still = steps.standstill and f"; {steps.standstill}"
     return (
-        f"{share:.0%} of the rollouts taught nothing, because the rollouts of a task got the same reward{rewarded}",
+        f"{share:.0%} of the rollouts taught nothing, because the rollouts of a task got the same reward"
+        f"{rewarded}{still}",
         "if that reward is low: easier tasks, a reward for a part of the way, a warm start with sft or rft, a larger "
         "group_size, or sdpo, which learns from errors and failed checks; if it is as high as it gets, these tasks are "
         'learned: harder ones, or stop; if some tasks teach: sampling.refill = 3, or sampling.curriculum = "frontier"',
@@ -338,15 +404,12 @@ def _bottleneck(steps: _Steps, name: str, doing: str, change: str) -> _Finding |
 
 
 def _still(steps: _Steps) -> _Finding | None:
-    rewards, silent = steps.all("reward"), steps.end("silent_share")
-    if len(rewards) < _LONG or silent is None or silent >= 0.6 or steps.untrained:
+    if steps.end("silent_share") is None or steps.untrained or not steps.standstill:
         return None
-    slope, error = _slope(rewards)
-    if abs(slope) > 2 * error or (steps.end("clipped_low") or 0.0) + (steps.end("clipped_high") or 0.0) > 0.1:
+    if (steps.end("clipped_low") or 0.0) + (steps.end("clipped_high") or 0.0) > 0.1:
         return None
     return (
-        f"in {len(rewards)} steps the reward changed by {slope * len(rewards):+.3g} ± {2 * error * len(rewards):.2g}, "
-        "though groups differ and little is clipped",
+        f"{steps.standstill}, though groups differ and little is clipped",
         "raise the lr threefold, or take more tasks_per_step",
     )
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from agl.contracts import Metric
+from agl.contracts import Metric, Store
 from agl.schemas import Record
-from agl_inspect.advice.suggestions import Suggestion, suggestions_of
+from agl_inspect.advice.suggestions import Suggestion, suggestions_in
 from agl_inspect.records.metrics import RUN, read_runs
 from agl_inspect.stores import command
 from agl_inspect.terminal.fits import counted, print_fit, suggest_next
@@ -38,16 +38,7 @@ def suggest(store: Reading, experiment: str | None, run: int | None) -> None:
     nothing.
     """
     wanted = (experiment,) if experiment else ()
-    found = [
-        _RunSuggestions(
-            experiment=each.experiment,
-            run=each.run,
-            steps=len({(metric.algorithm, metric.step) for metric in each.every}),
-            failed=_failed(each.every),
-            suggestions=suggestions_of(each.every),
-        )
-        for each in store.read(lambda opened: read_runs(opened, wanted, run, None, ()))
-    ]
+    found = store.read(lambda opened: _found(opened, wanted, run))
     store.show(found, lambda: _lines(store, found))
 
 
@@ -64,6 +55,19 @@ def rank(store: Reading, experiment: str | None) -> None:
         print_json(found)
     else:
         print_fit(found)
+
+
+async def _found(store: Store, wanted: Sequence[str], run: int | None) -> list[_RunSuggestions]:
+    return [
+        _RunSuggestions(
+            experiment=each.experiment,
+            run=each.run,
+            steps=len({(metric.algorithm, metric.step) for metric in each.every}),
+            failed=_failed(each.every),
+            suggestions=await suggestions_in(store, each.every),
+        )
+        for each in await read_runs(store, wanted, run, None, ())
+    ]
 
 
 def _lines(store: Reading, found: Sequence[_RunSuggestions]) -> Iterator[str]:

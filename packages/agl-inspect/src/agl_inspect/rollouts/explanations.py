@@ -35,7 +35,8 @@ NEXT_STEP: dict[RejectReason, str] = {
     'through httpx; if these calls need no record, set [experiment] unseen_calls = "accept".',
     "unattributed": "Install the tracer of the calling framework, or name the calls: with agl.operation(...).",
     "late": "The call ended after its attempt did: await it in the agent, or raise the time limit.",
-    "unreadable": "The store is damaged: look at the disk, and restore the rollout from an archive or a backup.",
+    "unreadable": "Another version of agl wrote it, or the store is damaged: open the store with that version, or look "
+    "at the disk and restore the rollout from an archive or a backup.",
     "not_final": "Nothing to do: only the attempt that decided the rollout trains.",
     "no_reward": "Return or emit a reward, add a reward emitter, or declare what a missing one means.",
     "too_long": "Raise the token limit of the algorithm, or shorten the prompt.",
@@ -86,7 +87,9 @@ def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | N
     ]
     lines += _agreement(episode)
     if not episode.transitions:
-        return [*lines, _NO_CALLS]
+        damaged = sum(span.name == semconv.UNREADABLE for span in spans)
+        unread = f"{count_of(damaged, 'span')} cannot be read. {NEXT_STEP['unreadable']}"
+        return [*lines, unread if damaged else _NO_CALLS]
     recorded = {span.span_id: span for span in spans if span.call is not None}
     lines.append(_summary(episode))
     is_without_ids = _is_without_ids(episode)
@@ -117,7 +120,11 @@ def explain_training(record: TrainingRecord, *, is_saved: bool = True) -> list[s
     notes = {call.note for call in record.calls if call.row >= 0}
     common = f"; {notes.pop()}" if len(notes) == 1 and notes != {""} else ""
     ending = "" if is_saved else "; the step was not saved, and is repeated when the run is resumed"
-    lines = [f"{name}: trained on {trained} of {count_of(len(record.calls), 'call')}{common}{ending}"]
+    calls = f"{trained} of {count_of(len(record.calls), 'call')}"
+    said = f"trained on {calls}"
+    if trained and record.is_silent:
+        said = f"{calls} could train, none changed the model"
+    lines = [f"{name}: {said}{common}{ending}"]
     return lines + [f"{name}, call {_use(call, hides_note=bool(common))}" for call in record.calls]
 
 
@@ -270,7 +277,7 @@ def call_facts(span: Span) -> list[str]:
         call.policy or call.model,
         token_counts(span),
         "no token ids" if call.ids_missing else "",
-        call.finish_reason,
+        "cut off at the token limit" if call.is_truncated else call.finish_reason,
         f"version {call.model_version}" if call.model_version else "",
         *(f"{word} {' and '.join(names)}" for word, names in _sampling(span) if names),
         "" if call.is_complete else "cut",

@@ -111,7 +111,8 @@ class Observed:
         for span in (span for span in own if span.call is not None):
             self.seconds[name, span.span_id] = max(0, span.end_ns - span.start_ns) / 1e9
             self.tokens[name, span.span_id] = tokens_of(span)[1]
-        failed = [span for span in own if span.status == "error" and span.name != semconv.ROOT_SPAN_NAME]
+        no_agents = (semconv.ROOT_SPAN_NAME, semconv.UNREADABLE)
+        failed = [span for span in own if span.status == "error" and span.name not in no_agents]
         if failed:
             around = Enclosing(own)
             self.errors[name].update(around.who(span).agent for span in failed)

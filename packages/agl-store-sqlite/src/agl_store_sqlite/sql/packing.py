@@ -216,7 +216,7 @@ class Unpacker:
             span_id=f"8{sequence:015x}",
             name=semconv.UNREADABLE,
             status="error",
-            status_message=f"the stored span cannot be read: {error}",
+            status_message=f"the stored span cannot be read (damaged, or of another version of agl): {error}",
         )
 
     def _join(self, packed: _Packed, sequence: int) -> Span:
