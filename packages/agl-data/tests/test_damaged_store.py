@@ -22,8 +22,9 @@ from .archive.conftest import record, record_context
 MANAGER = PluginManager.from_environment()
 OF_RUNS = [name for name in FORMATS if name not in ("text", "json", "python", "model", "gguf")]
 NAMES = [*OF_RUNS, *(each.name for each in formats_of(MANAGER))]
-TO_PARQUET = ("--output", "out.parquet")
-EXPORTS = [("data", "export", *(TO_PARQUET if name == "trl" else ()), "--format", name) for name in NAMES]
+EXPORTS = [
+    ("data", "export", *(("--output", "out.parquet") if name == "trl" else ()), "--format", name) for name in NAMES
+]
 READS = [
     *(("runs", *more) for more in ((), ("--sort", "reward"), ("--sort", "finished"), ("--experiment", "sums"))),
     *(("show", name) for name in ("sums-000", "sums-002", "latest")),
