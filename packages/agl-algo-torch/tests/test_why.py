@@ -173,7 +173,10 @@ def test_agl_why_prints_what_each_algorithm_of_an_experiment_did(
         by_text[rollout.task["text"]].append(rollout.rollout_id)
 
     easy = [why(rollout_id, tmp_path) for rollout_id in by_text["easy"]]
-    assert all("grpo, step 1: trained on 2 of 2 calls; no gradient: every advantage" in each for each in easy)
+    assert all(
+        "grpo, step 1: 2 of 2 calls could train, none changed the model; no gradient: every advantage" in each
+        for each in easy
+    )
     assert all(
         2 == each.count("row 0, credit 1, advantage 0") + each.count("row 1, credit 1, advantage 0") for each in easy
     )
@@ -185,7 +188,7 @@ def test_agl_why_prints_what_each_algorithm_of_an_experiment_did(
     assert [hard["reward"]] * 2 == [call["credit"] for call in steps["grpo"]["calls"]]
     assert [True, True] == [steps["grpo"]["is_saved"], steps["rft"]["is_saved"]]
     fails = why(by_text["fails"][0], tmp_path)  # its answers were cut, so it counts as one that ran out of tokens
-    assert "grpo, step 1: trained on 2 of 2 calls; no gradient" in fails
+    assert "grpo, step 1: 2 of 2 calls could train, none changed the model; no gradient" in fails
     assert "did not train: its rollout is not among those that are imitated" in fails
 
 

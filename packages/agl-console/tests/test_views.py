@@ -721,13 +721,30 @@ async def test_advantage_of_0_is_explained_by_the_rewards_of_the_group(opened: O
         silent = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00000-000")
         tokens = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00000-000/tokens?row=1")
         other = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00001-000")
-    reason = "because all 2 rollouts of the group earned 0.5"
+    reason = "because all 2 rewards are 0.5"
     assert f"Advantage 0: training left this answer as likely as it was, {reason}." == silent["turns"][0]["training"]
-    assert f"No advantage, {reason}." == silent["standing"]
-    assert (
-        f"The model sampled 50 of 80 tokens; 30 of them trained. Their advantage is 0, {reason}." == tokens["summary"]
-    )
+    assert re.fullmatch(rf"[0-9]+ of [0-9]+ tokens could train; none changed the model, {reason}\.", silent["standing"])
+    assert f"30 of 80 tokens could train; none changed the model, {reason}." == tokens["summary"]
+    assert any("2 of 3 calls could train, none changed the model" in line for line in silent["why"])
     assert "The reward 1 is above the mean 0.5 of its group of 2." == other["standing"]
+
+
+async def test_silent_groups_of_a_step_lead_to_the_rollouts_that_taught_nothing(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="sums"))
+    await equal_group(store)
+    values = {"groups_silent": 1.0, "silent_share": 0.5}
+    await store.log_metrics(
+        [Metric(experiment="sums", algorithm="grpo", step=1, name=name, value=value) for name, value in values.items()]
+    )
+    async with opened(store) as client:
+        learning, page = await data_of(client, "/runs/sums"), await text_of(client, "/runs/sums")
+        address = re.search(r'<a href="(/rollouts\?[^"]*taught=nothing)"', page)
+        assert address is not None
+        found = await data_of(client, html.unescape(address[1]))
+    assert [["groups_silent"]] == [table["names"] for table in learning["tables"]]
+    assert {f"sums-1-grpo-train-00001-00000-00{k}" for k in (0, 1)} == {row["rollout_id"] for row in found["rollouts"]}
+    assert "taught nothing" in [each["words"] for each in found["picked"]]
 
 
 async def test_rollouts_follow_each_other_by_step_group_and_reward(opened: Open) -> None:
@@ -1039,7 +1056,9 @@ async def test_agents_are_those_of_the_newest_rollouts(opened: Open, monkeypatch
 async def test_rollout_says_what_steps_made_of_its_calls(opened: Open) -> None:
     async with opened() as client:
         why = (await data_of(client, "/rollouts/sums-1-grpo-train-00001-00006-000"))["why"]
-    assert any("grpo, step 1: trained on 2 of 3 calls; the step was not saved" in line for line in why)
+    assert any(
+        "grpo, step 1: 2 of 3 calls could train, none changed the model; the step was not saved" in line for line in why
+    )
     assert any("did not train: its answer was cut" in line for line in why)
 
 
@@ -1166,7 +1185,7 @@ async def test_group_says_who_got_which_advantage_and_why(opened: Open) -> None:
     async with opened(store) as client:
         silent = (await data_of(client, address + "0"))["members"]
         loud = (await data_of(client, address + "1"))["members"]
-    assert {"No advantage, because all 2 rollouts of the group earned 0.5."} == {one["why"] for one in silent}
+    assert {"No advantage, because all 2 rewards are 0.5."} == {one["why"] for one in silent}
     assert [
         "The reward 1 is above the mean 0.5 of its group of 2. Training made its answers more likely.",
         "The reward 0 is below the mean 0.5 of its group of 2. Training made its answers less likely.",

@@ -21,7 +21,10 @@ from .archive.conftest import record, record_context
 
 MANAGER = PluginManager.from_environment()
 OF_RUNS = [name for name in FORMATS if name not in ("text", "json", "python", "model", "gguf")]
-EXPORTS = [("data", "export", "--format", name) for name in (*OF_RUNS, *(each.name for each in formats_of(MANAGER)))]
+NAMES = [*OF_RUNS, *(each.name for each in formats_of(MANAGER))]
+EXPORTS = [
+    ("data", "export", *(("--output", "out.parquet") if name == "trl" else ()), "--format", name) for name in NAMES
+]
 READS = [
     *(("runs", *more) for more in ((), ("--sort", "reward"), ("--sort", "finished"), ("--experiment", "sums"))),
     *(("show", name) for name in ("sums-000", "sums-002", "latest")),

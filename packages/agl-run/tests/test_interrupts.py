@@ -80,6 +80,21 @@ def test_interrupt_is_raised_although_the_work_ends_in_spite_of_it() -> None:
     assert (1, True) == (work.stops, work.has_ended)
 
 
+def test_interrupt_by_a_handler_of_the_program_lets_the_work_end() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    work = Work(ending_s=0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_blocking(work.run)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (1, True) == (work.stops, work.has_ended)
+
+
 def test_interrupt_during_a_finaliser_stops_the_work() -> None:
     class Dying:
         def __del__(self) -> None:

@@ -51,12 +51,22 @@ METRICS = {
 }
 """Metrics whose figures come first, in this order, with their meanings; they show if, and why not, the run learns."""
 
-HEALTH = ("entropy", "kl", "logprob_gap", "silent_share", "truncated_share", "tokens_per_rollout", "dropped_share")
+HEALTH = (
+    "entropy",
+    "kl",
+    "logprob_gap",
+    "groups_silent",
+    "silent_share",
+    "truncated_share",
+    "tokens_per_rollout",
+    "dropped_share",
+)
 """Metrics that tell a healthy run from a sick one; a small chart of each stands below the rewards."""
 
 LABELS = {
     "logprob_gap": "gap to the server",
-    "silent_share": "silent groups",
+    "groups_silent": "silent groups",
+    "silent_share": "silent rollouts",
     "truncated_share": "truncated answers",
     "tokens_per_rollout": "answer length",
     "dropped_share": "dropped rollouts",
@@ -142,8 +152,10 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
     """Read a run's metrics, with tables of up to ``rows`` steps; raises :class:`NotFoundError` for an unknown run."""
     record = await run_of(store, name)
     logged = await store.metrics(name, run=record.run)
+    counted = {metric.algorithm for metric in logged if metric.name == "groups_silent"}
+    other = [metric for metric in logged if metric.name != "silent_share" or metric.algorithm not in counted]
     tallies = await read_tallies(store, record)
-    metrics = [*logged, *derived(logged, tallies)]
+    metrics = [*other, *derived(logged, tallies)]
     shown = [metric for metric in metrics if chosen.before is None or metric.step < chosen.before]
     newest = sorted({metric.step for metric in shown}, reverse=True)
     steps = newest[:rows]

@@ -172,7 +172,13 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
     why = explain(episode, every, scores=scores)
     first, last = ends_of(page)
-    for record in training_of(every):
+    rows = [summary_of(row, uses) for row in episode.rows]
+    records = training_of(every)
+    said = standing(episode.reward, group) if rollout.mode == "train" else ""
+    if any(each.is_trained for each in records) and all(each.is_silent for each in records):
+        counts = f"{sum(row.sampled for row in rows):,} of {sum(row.tokens for row in rows):,} tokens"
+        said = f"{counts} could train; none changed the model{reason_of_silence(group)}."
+    for record in records:
         why += explain_training(record, is_saved=await is_saved(store, rollout_id, record))
     following = {"attempt": str(number), "after": str(page[-1].sequence)} if not is_last else {}
     return RolloutView(
@@ -194,10 +200,10 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         attempt=number,
         turns=talk.turns,
         nodes=talk.nodes,
-        standing=standing(episode.reward, group) if rollout.mode == "train" else "",
+        standing=said,
         neighbours=siblings.neighbours(rollout, chosen.by),
         seconds=(last - first) / 1e9,
-        rows=[summary_of(row, uses) for row in episode.rows],
+        rows=rows,
         why=why,
         scoring=rewards_view(rollout, attempts, every),
         late=any(not span.attempt_id and span.name != NOTE and not training_of([span]) for span in every),

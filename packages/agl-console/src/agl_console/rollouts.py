@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Annotated, Any, Literal, cast
 
@@ -25,6 +25,7 @@ from agl_console.siblings import step_prefix
 from agl_inspect.records.names import id_prefix
 from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.rollouts.step_tallies import MOST_AGENTS, read_tallies
+from agl_inspect.rollouts.training import training_of
 from agl_inspect.statistics import interval
 
 PAGE = 50
@@ -88,6 +89,7 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         reward: ``none`` selects the rollouts without a reward, ``low`` those with a reward of 0 or less.
         agent: An agent, node or role that made a call.
         note: A part of a person's note, such as ``#loop``.
+        taught: ``nothing`` selects the rollouts that changed nothing in the steps that trained.
         reject: The reject reason of one of the rollout's calls.
         after: The last rollout id of the previous page.
         at: The time of creation of that rollout.
@@ -107,6 +109,7 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     low: float | None = None
     high: float | None = None
     reward: Literal["", "none", "low"] = ""
+    taught: Literal["", "nothing"] = ""
     reject: Reject = ""
     after: str = ""
     at: float = 0.0
@@ -397,8 +400,11 @@ async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: Ro
         found = [replace(one, spans=[span]) for one, span in own if span is not None]
     elif chosen.reject:
         found = [replace(one, spans=[]) for one in found]
-    fitting = await _with_agent(store, found, chosen.agent)
-    rewards = [(recording, reward) for recording in fitting if chosen.admits(reward := reward_of(recording))]
+    if chosen.agent:
+        found = await _with_spans(store, found, SpanQuery(agent=chosen.agent, limit=1), lambda spans: bool(spans))
+    if chosen.taught:
+        found = await _with_spans(store, found, SpanQuery(attempt_id=""), _taught_nothing)
+    rewards = [(recording, reward) for recording in found if chosen.admits(reward := reward_of(recording))]
     last = page[-1] if page else seen.last
     return replace(seen, fitting=[*seen.fitting, *rewards], count=seen.count + len(page), last=last)
 
@@ -463,16 +469,21 @@ def _is_of_step(recording: Recording, chosen: RolloutsFilter) -> bool:
     return is_of_algorithm and (chosen.steps is None or metadata.get("step") in chosen.steps)
 
 
-async def _with_agent(store: Store, found: Sequence[Recording], agent: str) -> Sequence[Recording]:
-    """Return the rollouts in which the agent has a span."""
-    if not agent or not found:
-        return found
-    query = RolloutQuery(ids=tuple(recording.rollout.rollout_id for recording in found), limit=len(found))
-    with_agent: set[str] = set()
-    while page := await store.recordings(query, spans=SpanQuery(agent=agent, limit=1)):
-        with_agent |= {recording.rollout.rollout_id for recording in page if recording.spans}
+async def _with_spans(
+    store: Store, found: Sequence[Recording], wanted: SpanQuery, fits: Callable[[Sequence[Span]], bool]
+) -> list[Recording]:
+    """Return the rollouts whose wanted spans fit."""
+    query = RolloutQuery(ids=tuple(recording.rollout.rollout_id for recording in found), limit=max(1, len(found)))
+    fitting: set[str] = set()
+    while found and (page := await store.recordings(query, spans=wanted)):
+        fitting |= {recording.rollout.rollout_id for recording in page if fits(recording.spans)}
         query = query.next(page[-1].rollout)
-    return [recording for recording in found if recording.rollout.rollout_id in with_agent]
+    return [recording for recording in found if recording.rollout.rollout_id in fitting]
+
+
+def _taught_nothing(spans: Sequence[Span]) -> bool:
+    records = training_of(spans)
+    return bool(records) and all(record.is_silent for record in records)
 
 
 def _filters(chosen: RolloutsFilter) -> dict[str, str]:
@@ -490,6 +501,7 @@ _PICKED = {
     "low": "reward from {}",
     "high": "reward below {}",
     "reward": "without a reward",
+    "taught": "taught {}",
     "algorithm": "{}",
     "step": "step {}",
     "until": "to step {}",

@@ -69,7 +69,7 @@ def reason_of_silence(rewards: Sequence[float]) -> str:
     """Return why a group gave no advantage, as the end of a sentence; ``""`` if its rewards differ."""
     if len(rewards) < 2 or len(set(rewards)) > 1:
         return ""
-    return f", because all {len(rewards)} rollouts of the group earned {rewards[0]:.4g}"
+    return f", because all {len(rewards)} rewards are {rewards[0]:.4g}"
 
 
 def standing(reward: float | None, rewards: Sequence[float]) -> str:

@@ -202,14 +202,16 @@ def sentences_of(row: RowSummary, uses: Mapping[str, CallUse], *, reason: str) -
     said = f"The model sampled {row.sampled:,} of {row.tokens:,} tokens; "
     if not trained:
         return said + "no step has trained on them."
-    said += "all of them trained." if count == row.sampled else f"{count:,} of them trained."
     advantages = {part.advantage for part in trained if part.advantage is not None}
+    if reason and advantages == {0}:
+        return f"{count:,} of {row.tokens:,} tokens could train; none changed the model{reason}."
+    said += "all of them trained." if count == row.sampled else f"{count:,} of them trained."
     if not advantages:
         return said
     low, high = min(advantages), max(advantages)
     if low < high:
         return f"{said} Their advantages are between {low:.4g} and {high:.4g}."
-    return f"{said} Their advantage is {low:.4g}{'' if low else reason}."
+    return f"{said} Their advantage is {low:.4g}."
 
 
 def cells_of(

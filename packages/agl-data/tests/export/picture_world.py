@@ -51,9 +51,8 @@ def call_of(
         logprobs=pack_floats([-0.5] * len(answer)),
         request={"messages": list(messages[:-1])},
         response={"choices": [{"index": 0, "message": messages[-1]}]},
-        inputs=tuple(span.digest for span in media),
         media=tuple(media),
-        **{"processor": PROCESSOR, **own},
+        **{"inputs": tuple(span.digest for span in media), "processor": PROCESSOR, **own},
     )
 
 

@@ -2,8 +2,9 @@
 
 import os
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 
 from agl._hookspecs import PROJECT
 from agl.errors import BrokenPluginError
@@ -56,7 +57,12 @@ def installed(distribution_name: str = "") -> list[tuple[Source, EntryPoint]]:
 
     No plugin is imported; call ``load`` of its entry point to import it.
     """
-    return [each for each in _found(_folders()) if distribution_name in ("", each[0].distribution)]
+    if not distribution_name:
+        return _all(_folders())
+    try:
+        return _read(distribution(distribution_name).entry_points)
+    except PackageNotFoundError:
+        return []
 
 
 def _folders() -> tuple[tuple[str, int], ...]:
@@ -66,9 +72,13 @@ def _folders() -> tuple[tuple[str, int], ...]:
 
 
 @lru_cache(maxsize=1)
-def _found(_: tuple[tuple[str, int], ...]) -> list[tuple[Source, EntryPoint]]:
-    """Read the entry points, which are kept until a folder changes: that takes a file of every distribution."""
-    found = [(_source_of(point), point) for point in entry_points().select(group=PROJECT)]
+def _all(_: tuple[tuple[str, int], ...]) -> list[tuple[Source, EntryPoint]]:
+    """Read all entry points, which are kept until a folder changes: that takes a file of every distribution."""
+    return _read(entry_points(group=PROJECT))
+
+
+def _read(points: Iterable[EntryPoint]) -> list[tuple[Source, EntryPoint]]:
+    found = [(_source_of(point), point) for point in points if point.group == PROJECT]
     return sorted(found, key=lambda pair: (pair[0].name, pair[0].distribution))
 
 

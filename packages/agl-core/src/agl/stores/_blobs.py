@@ -1,7 +1,7 @@
 """Blobs as documents: stored once per digest, referred to by rollouts, and removed after their last rollout.
 
 Five kinds of documents carry them: ``blob`` (the payload by digest), ``blob saved`` (the time of the last saving, apart
-from the payload so that saving again reads and writes a few bytes), ``use`` (one for each digest and rollout),
+from the payload so that saving again reads and writes a few bytes), ``blob use`` (one for each digest and rollout),
 ``pictures`` (a rollout's digests), and ``blob check`` (digests that nobody may refer to, by the time at which that
 became possible). Every first saving and every removal of a rollout leave checks. After rollouts were removed,
 :func:`loose` and :func:`drop` work through checks, those of removed rollouts first, until :data:`SWEPT` are settled;
@@ -73,8 +73,7 @@ def refer(tables: Tables, spans: Iterable[Span]) -> None:
     for rollout_id, digests in _digests(spans).items():
         known = _listed(tables, rollout_id)
         if new := [digest for digest in digests if digest not in known]:
-            listed = [bytes.fromhex(digest.removeprefix("sha256:")) for digest in (*known, *new)]
-            tables.put([(_pictures(rollout_id), codec.encode(listed))])
+            tables.put([(_pictures(rollout_id), codec.encode([*known, *new]))])
             tables.put([(_use(digest, rollout_id), b"") for digest in new])
 
 
@@ -124,7 +123,7 @@ def _digests(spans: Iterable[Span]) -> dict[str, dict[str, None]]:
 
 def _listed(tables: Tables, rollout_id: str) -> list[str]:
     data = tables.get(_pictures(rollout_id))
-    return [] if data is None else [f"sha256:{digest.hex()}" for digest in codec.decode(data, list[bytes])]
+    return [] if data is None else codec.decode(data, list[str])
 
 
 def _is_used(reads: Reads, digest: str) -> bool:
@@ -146,9 +145,7 @@ def _saved(digest: str) -> bytes:
 
 
 def _use(digest: str, rollout_id: str) -> bytes:
-    # There is one for each rollout of a picture, so they are small. A blob whose digest begins like that of a used one
-    # would only stay too.
-    return document("use", digest.removeprefix("sha256:")[:16], last=rollout_id)
+    return document("blob use", digest, last=rollout_id)
 
 
 def _check(tables: Tables, digest: str, *, order: int) -> bytes:

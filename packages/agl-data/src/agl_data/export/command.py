@@ -27,7 +27,7 @@ from agl_data.export.dialogues import dialogues
 from agl_data.export.formats import ExportCommand, FormatName, export_with_plugin
 from agl_data.export.models import OF_WEIGHTS, model_card, write_model
 from agl_data.export.pictures import with_payloads
-from agl_data.export.preferences import is_good, pairs, recorded
+from agl_data.export.preferences import pairs, recorded
 from agl_data.export.target import STDOUT, print_losses, target_of
 from agl_inspect.exports import Exported, Losses
 from agl_inspect.rollouts.span_reader import CHOSEN_PAGE, SpanReader
@@ -119,8 +119,9 @@ def export(
                 found = pairs(store, named, agents, min_reward=min_reward, losses=losses)
                 count = await _write_pairs(found, target)
             else:
-                async for item in recorded(store, named, agents):
-                    for line in _LINES[form](item, losses) if is_good(item.episode, min_reward) else ():
+                has_blobs = form == "messages"
+                async for item in recorded(store, named, agents, min_reward=min_reward, has_blobs=has_blobs):
+                    for line in _LINES[form](item, losses):
                         target.write(to_json(line) + b"\n")
                         count += 1
         print_losses(losses, form)

@@ -11,7 +11,7 @@ from agl import PluginManager
 from agl.contracts import CommandEntry, RolloutQuery, Store
 from agl.errors import UnknownComponentError
 from agl.hints import closest
-from agl_data.export.preferences import is_good, recorded
+from agl_data.export.preferences import recorded
 from agl_data.export.target import STDOUT, print_losses, target_of
 from agl_inspect.exports import ExportSetup, ExportWriter, Losses
 from agl_inspect.terminal.opening import manager_of
@@ -90,9 +90,8 @@ async def export_with_plugin(
     with target_of(output, losses) as file:
         path = output if output != STDOUT else None
         writer: ExportWriter = factory(setup=ExportSetup(file=file, path=path, losses=losses))
-        async for item in recorded(store, query, agents):
-            if is_good(item.episode, min_reward):
-                count += writer.write(item)
+        async for item in recorded(store, query, agents, min_reward=min_reward):
+            count += writer.write(item)
         writer.close()
     print_losses(losses, form)
     return count

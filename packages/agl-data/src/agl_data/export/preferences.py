@@ -7,7 +7,6 @@ import msgspec
 
 from agl.contracts import RolloutQuery, Store
 from agl.episodes import EpisodeOptions, build_episode
-from agl.schemas import Episode
 from agl.stores import read_recordings
 from agl_data.export.dialogues import begins_alike, dialogues
 from agl_data.export.pictures import blobs_of, with_payloads
@@ -30,21 +29,24 @@ class Ends(NamedTuple):
         return self.best[0] - self.worst[0] >= GAP
 
 
-async def recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[Exported]:
+async def recorded(
+    store: Store, query: RolloutQuery, agents: str | None, *, min_reward: float | None = None, has_blobs: bool = True
+) -> AsyncIterator[Exported]:
     """Yield the rollouts that a query finds, with their episodes.
 
-    An episode rejects the calls of agents whose names do not match the regular expression ``agents``.
+    Args:
+        store: The store.
+        query: Chooses the rollouts.
+        agents: Regular expression for the names of the agents; an episode rejects the calls of all others.
+        min_reward: Smallest reward of a rollout that is yielded; ``None`` for no limit.
+        has_blobs: Read the pictures and other inputs of the calls.
     """
     options = EpisodeOptions(processor=None)
     async for recording in read_recordings(store, query, spans="all"):
         attempt = deciding(recording.rollout, recording.attempts)
         episode = build_episode(recording.rollout, attempt, recording.spans, agent_match=agents, options=options)
-        yield Exported(recording, episode, await blobs_of(store, recording))
-
-
-def is_good(episode: Episode, min_reward: float | None) -> bool:
-    """Return true if the episode's reward is at least ``min_reward``, or if ``min_reward`` is ``None``."""
-    return min_reward is None or (episode.reward is not None and episode.reward >= min_reward)
+        if min_reward is None or (episode.reward is not None and episode.reward >= min_reward):
+            yield Exported(recording, episode, await blobs_of(store, recording) if has_blobs else {})
 
 
 async def ends_of(found: AsyncIterable[Exported]) -> dict[str, Ends]:
@@ -75,7 +77,7 @@ async def pairs(
         min_reward: Smallest reward of the best run for which a task gives pairs; ``None`` for no limit.
         losses: Counts the pictures that the store no longer has.
     """
-    ends = await ends_of(recorded(store, query, agents))
+    ends = await ends_of(recorded(store, query, agents, has_blobs=False))
     for each in ends.values():
         if not each.is_pair or (min_reward is not None and each.best[0] < min_reward):
             yield []

@@ -17,12 +17,16 @@ from agl_data.export.tables import Table
 from agl_data.json_values import storable
 from agl_inspect.exports import Exported, ExportSetup
 
-_LOST = "dialogues with a picture that the store does not have, a picture from a tool, a sound or a file: left out"
+_TOOLS = "dialogues with tools, which TRL ignores in a data set with pictures: left out"
+_LOST = (
+    "dialogues with a picture from a tool or one that the store does not have, or with parts other than text and "
+    "pictures: left out"
+)
 _FEATURES = {"images": {"feature": {"_type": "Image"}, "_type": "List"}}
 
 
 class TrlWriter:
-    """Writes dialogues with their pictures, tools and rewards."""
+    """Writes dialogues with their pictures and rewards."""
 
     def __init__(self, *, setup: ExportSetup) -> None:
         if setup.path is None or setup.path.suffix != ".parquet":
@@ -37,19 +41,19 @@ class TrlWriter:
         return sum(self._written(line, item) for line in lines)
 
     def _written(self, line: dict[str, Any], item: Exported) -> bool:
+        if "tools" in line:
+            self._losses.add(_TOOLS, line["rollout_id"])
+            return False
         try:
             messages, blobs = _split(line["messages"], item.blobs)
         except LookupError:
             self._losses.add(_LOST, line["rollout_id"])
             return False
-        texts = {
-            name: to_json(storable(value)).decode()
-            for name, value in (("messages", messages), ("tools", line.get("tools")))
-        }
+        text = to_json(storable(messages)).decode()
         images = [{"bytes": blob.data, "path": None} for blob in blobs]
         about = {name: line[name] for name in ("rollout_id", "agent", "reward")}
-        size = sum(map(len, texts.values())) + sum(len(blob.data) for blob in blobs)
-        self._table.add({**texts, "images": images, **about}, size=size)
+        size = len(text) + sum(len(blob.data) for blob in blobs)
+        self._table.add({"messages": text, "images": images, **about}, size=size)
         return True
 
     def close(self) -> None:
@@ -64,9 +68,10 @@ def _split(messages: Sequence[dict[str, Any]], blobs: Mapping[str, Blob]) -> tup
     def part_of(part: dict[str, Any], role: str) -> dict[str, str]:
         if isinstance(part.get("text"), str):
             return {"type": "text", "text": part["text"]}
-        if role == "tool":  # TRL counts no placeholders in messages of tools
+        blob = blobs[url_of(part)]
+        if role == "tool" or not blob.media_type.startswith("image/"):  # TRL counts no placeholders of tools
             raise LookupError
-        pictures.append(blobs[url_of(part)])
+        pictures.append(blob)
         return {"type": "image"}
 
     # TRL would put the pictures before the first message of a user whose content is a text, so no content is one.
@@ -87,7 +92,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 def _schema(arrow: Any) -> Any:
     image = arrow.struct({"bytes": arrow.binary(), "path": arrow.string()})
-    types = {"messages": arrow.json_(), "images": arrow.list_(image), "tools": arrow.json_()}
+    types = {"messages": arrow.json_(), "images": arrow.list_(image)}
     types |= {"rollout_id": arrow.string(), "agent": arrow.string(), "reward": arrow.float64()}
     metadata = {"huggingface": json.dumps({"info": {"features": _FEATURES}})}
     return arrow.schema(list(types.items()), metadata=metadata)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from agl.contracts import Recording, RolloutQuery
+from agl.contracts import MAX_BLOB_BYTES, Recording, RolloutQuery
 from agl.errors import ConfigError, ConflictError, DatasetError
 from agl.schemas import Blob, Json, Record, Reward, Rollout, Span
 from agl.semconv import AGENT_NAME
@@ -29,6 +29,9 @@ _RUNS, _BYTES = 200, 16 << 20
 _SUFFIXES = tuple(f".{kind}{packed}" for kind in ("jsonl", "json", "pb") for packed in ("", ".gz", ".zst"))
 _NO_REWARD = "runs whose field for the reward is missing or null: without a reward"
 _NO_PROMPT = "runs without a message of a user: they share one empty task"
+_TOO_LARGE = (
+    f"payloads of more than {MAX_BLOB_BYTES // 10**6} MB, which no store takes: only their digests are recorded"
+)
 _SKIPPED = "files of a folder that are in no known format: left out"
 _LINKS = "files of a folder that are links out of it: left out"
 _OTHER_REWARDS = "rewards that the store has with another value: they stay as they are"
@@ -200,10 +203,12 @@ def _items(file: File, target: Target) -> Iterator[_Item]:
         _add_reward(run, target)
         for name in set(run.unread) - {target.task_from.partition(".")[0], target.reward_from.partition(".")[0]}:
             run.lost[f"records with the field {name[:60]!r}, which --reward or --task-from would read"] += 1
+        blobs = [blob for blob in run.blobs.values() if len(blob.data) <= MAX_BLOB_BYTES]
+        run.lost[_TOO_LARGE] += len(run.blobs) - len(blobs)
         own = int(run.identity()[:14], 16)
         recording = run.recording(target, format=file.format.name, task=task, copy=copies[own], now=now)
         copies[own] += 1
-        yield _Item(recording, +run.lost, list(run.blobs.values()))
+        yield _Item(recording, +run.lost, blobs)
     if _stamp(file.path) != file.stamp:
         raise DatasetError(f"{file.path} changed while it was read; import it again once it is complete")
 
@@ -212,7 +217,7 @@ def _task(run: Run, target: Target) -> Json:
     """Return a run's task: the field that the target names, or by default the first user message as ``prompt``."""
     if not target.task_from:
         run.lost[_NO_PROMPT] += int(run.prompt is None)
-        return {"prompt": text_of(run.prompt) or run.prompt}
+        return {"prompt": text_of(run.prompt) or run.referenced(run.prompt)}
     task = field_of(run.fields, target.task_from)
     if task is None:
         fields = ", ".join(sorted(as_dict(run.fields))[:12])

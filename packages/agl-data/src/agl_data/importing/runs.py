@@ -168,8 +168,8 @@ class Run:
         start_ns: int = 0,
         end_ns: int = 0,
     ) -> None:
-        """Add the span of a tool's execution."""
-        about = tool_attributes(name, arguments, result, call_id=call_id)
+        """Add the span of a tool's execution, with digests in place of the payloads in its result."""
+        about = tool_attributes(name, arguments, self.referenced(result), call_id=call_id)
         title = f"{semconv.OP_EXECUTE_TOOL} {name}".rstrip()
         status: SpanStatus = "error" if is_error else "ok"
         self.add(key, title, parent=parent, start_ns=start_ns, end_ns=end_ns, status=status, attributes=about)
@@ -193,9 +193,8 @@ class Run:
         self.calls += 1
         if call.ids_missing and not call.error:
             self.lost[NO_IDS] += 1
-        body = to_json(call.request)
-        if b"base64" in body:
-            stored = Request(call.dialect, body).stored()
+        if request := as_dict(call.request):
+            stored = Request(call.dialect, to_json(request)).stored()
             self.blobs |= {blob.digest: blob for blob in stored.blobs}
             call = replace(call, request=stored.request, inputs=call.inputs or stored.inputs)
         known = {name: value for name, value in (about or {}).items() if value not in (None, "")}
@@ -211,6 +210,14 @@ class Run:
             about=known,
         )
         self._keep(key, parent, replace(spans[0], span_id="", sequence=sequence))
+
+    def referenced(self, content: Json) -> Json:
+        """Return a message's content with digests in place of payloads, which become blobs of the run."""
+        if not isinstance(content, list):
+            return content
+        stored = Request("chat", to_json({"messages": content})).stored()
+        self.blobs |= {blob.digest: blob for blob in stored.blobs}
+        return as_dict(stored.request)["messages"]
 
     def add_reward(self, key: str, reward: Reward, *, about: str = "", at_ns: int = 0, is_late: bool = False) -> None:
         """Add a reward, unless its key was added before; ``about`` is its target span's key, ``""`` for the run."""

@@ -120,7 +120,11 @@ def explain_training(record: TrainingRecord, *, is_saved: bool = True) -> list[s
     notes = {call.note for call in record.calls if call.row >= 0}
     common = f"; {notes.pop()}" if len(notes) == 1 and notes != {""} else ""
     ending = "" if is_saved else "; the step was not saved, and is repeated when the run is resumed"
-    lines = [f"{name}: trained on {trained} of {count_of(len(record.calls), 'call')}{common}{ending}"]
+    calls = f"{trained} of {count_of(len(record.calls), 'call')}"
+    said = f"trained on {calls}"
+    if trained and record.is_silent:
+        said = f"{calls} could train, none changed the model"
+    lines = [f"{name}: {said}{common}{ending}"]
     return lines + [f"{name}, call {_use(call, hides_note=bool(common))}" for call in record.calls]
 
 

@@ -49,6 +49,12 @@ class TrainingRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
         """True if the step trained on at least one call."""
         return any(call.row >= 0 for call in self.calls)
 
+    @property
+    def is_silent(self) -> bool:
+        """True if the rollout taught the step nothing: every advantage is 0, or no call trained."""
+        used = [call for call in self.calls if call.row >= 0]
+        return all(call.advantage == 0 and not call.tokens.get("advantage") for call in used)
+
 
 async def save_training(store: Store, records: Mapping[str, TrainingRecord]) -> None:
     """Append records, given by rollout id, to the rollouts; rollouts that have been removed are skipped."""

@@ -147,9 +147,11 @@ class _Run(Generic[T]):
     def wait(self) -> T:
         """Block until the coroutine ends; an interrupt stops the run, and a second one also ends its current step."""
         with _handled(self._interrupt):
-            # Waits without a limit ignore Ctrl-C on Windows.
-            while not self._ended.wait(0.2) and time.monotonic() < self._give_up_at:
-                pass
+            while not self._ended.is_set() and time.monotonic() < self._give_up_at:
+                try:
+                    self._ended.wait(0.2)  # waits without a limit ignore Ctrl-C on Windows
+                except KeyboardInterrupt:  # of a handler that the program has set
+                    self._interrupt()
         if self._interrupts:
             raise KeyboardInterrupt
         return self._outcome()
@@ -157,7 +159,7 @@ class _Run(Generic[T]):
     def _interrupt(self, *_: object) -> None:
         now = time.monotonic()
         # The terminal sends Ctrl-C to the whole process group, and wrapper programs may send it again.
-        if self._interrupts and now - self._interrupts[0] < SAME_S:
+        if self._interrupts and now - self._interrupts[-1] < SAME_S:
             return
         self._interrupts.append(now)
         self._cancel()

@@ -111,7 +111,7 @@ class _Trajectory:
         calls = dicts_in(step.get("tool_calls"))
         message = _message(role, step, calls)
         if role == "user" and self._run.prompt is None and not self._prefix:
-            self._run.prompt = step.get("message")
+            self._run.prompt = message["content"] or None
         is_sampled = role == "assistant" and step.get("llm_call_count") != 0 and not step.get("is_copied_context")
         if is_sampled:
             self._add_call(number, step, message)
@@ -188,10 +188,10 @@ class _Trajectory:
         return found
 
     def _add_result(self, place: str, result: dict[str, Any], calls: dict[str, dict[str, Any]]) -> None:
-        call_id, content = as_text(result.get("source_call_id")), result.get("content")
+        call_id, content = as_text(result.get("source_call_id")), _content(result.get("content"))
         call, agent = calls.get(call_id, {}), f"{self._prefix}agent"
         role = {"role": "tool", "tool_call_id": call_id} if call else {"role": "user"}
-        self._messages.append({**role, "content": "" if content is None else content})
+        self._messages.append({**role, "content": content})
         key = f"{self._prefix}tool {place}"
         if call:
             self._run.add_tool(
@@ -286,7 +286,7 @@ def _message(role: str, step: dict[str, Any], calls: list[dict[str, Any]]) -> di
 def _content(content: Json) -> Json:
     """Return a message's content as text or as parts of OpenAI's chat; images stay references and are not opened."""
     if not isinstance(content, list):
-        return as_text(content)
+        return "" if content is None else json_text(content)
     return [
         {"type": "image_url", "image_url": {"url": as_text(as_dict(part.get("source")).get("path"))}}
         if part.get("type") == "image"
