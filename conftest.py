@@ -10,8 +10,11 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, settings
 
+EXAMPLES = int(os.environ.get("AGL_EXAMPLES", "30"))
+"""Examples of a property test; ``nox -s everything`` tries 100."""
+
 # On a busy machine, a limit per example fails for no fault of the code.
-settings.register_profile("patient", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 LONG = ("test_acknowledged_writes_survive_kill_9", "test_no_operation_costs_more_in_a_large_store")

@@ -273,6 +273,7 @@ def everything(session: nox.Session) -> None:
     """All other tests: long ones, the newest Python, oldest frameworks, every package by itself, VERL, Ray, builds."""
     marks = dict.fromkeys(LONG, "long and not soak") | dict.fromkeys(ALONE, "(long or alone) and not soak")
     names = [*LONG, *ALONE, *REST]
+    os.environ["AGL_EXAMPLES"] = "100"  # of each property test; a change is tested with fewer
     run_side_by_side(session, names, lambda name: ["-m", marks[name]] if name in marks else [])
 
 

@@ -111,9 +111,17 @@ def _make(session: nox.Session, folder: Path, requirements: Sequence[str], alone
 
 
 def _lines(requirements: Sequence[str]) -> str:
-    """Return requirements as the lines of a file, with whole paths, since pip and uv read others differently."""
-    whole = [str(ROOT / each) if each.startswith("packages/") else each for each in requirements]
-    return "".join(f"{each} " if each in ("-e", "-r") else f"{each}\n" for each in whole)
+    """Return requirements as the lines of a file that pip and uv read alike, also where a folder's name has a space.
+
+    They look for packages in the current folder, the root, but for files of ``-r`` beside the file that names them.
+    """
+    return "".join(f"{each} " if each in ("-e", "-r") else f"{_found(each)}\n" for each in requirements)
+
+
+def _found(requirement: str) -> str:
+    if not requirement.startswith("packages/"):
+        return requirement
+    return f'"{ROOT / requirement}"' if requirement.endswith(".txt") else f"./{requirement}"
 
 
 def find_uv() -> str:

@@ -10,7 +10,9 @@ class ToolAndAnswer:
 
     def __call__(self, rollout: Any, spans: Sequence[Any]) -> float:
         """Return the reward of one run."""
-        messages = [span.call.response["choices"][0]["message"] for span in spans if span.call and span.call.response]
+        # A failed call has no choices.
+        answers = [span.call.response for span in spans if span.call and "choices" in (span.call.response or {})]
+        messages = [answer["choices"][0]["message"] for answer in answers]
         if not messages or not any(message.get("tool_calls") for message in messages):
             return 0.0
         numbers = re.findall(r"-?\d+", messages[-1].get("content") or "")

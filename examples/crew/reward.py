@@ -10,7 +10,9 @@ class DelegatedAndRight:
 
     def __call__(self, rollout: Any, spans: Sequence[Any]) -> float:
         """Return the reward of one run."""
-        messages = [span.call.response["choices"][0]["message"] for span in spans if span.call and span.call.response]
+        # A failed call has no choices.
+        answers = [span.call.response for span in spans if span.call and "choices" in (span.call.response or {})]
+        messages = [answer["choices"][0]["message"] for answer in answers]
         calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or []]
         if not any(name.endswith("_coworker") for name in calls):
             return 0.0

@@ -13,7 +13,9 @@ class Letters:
 
     def __call__(self, rollout: Any, spans: Sequence[Any]) -> list[Reward]:
         """Return the reward of the run, `letters`, and one for each of its turns, `turn`."""
-        asked, answered = rollout.task["letters"], [span for span in spans if span.call and span.call.response]
+        asked = rollout.task["letters"]
+        # A failed call has no choices.
+        answered = [span for span in spans if span.call and "choices" in (span.call.response or {})]
         turns = [
             Reward(
                 value=share(asked[at * AT_ONCE : (at + 1) * AT_ONCE], span),

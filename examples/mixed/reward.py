@@ -17,7 +17,9 @@ class FormIsRight:
 
     def __call__(self, rollout: Any, spans: Sequence[Any]) -> agl.Reward:
         """Return the reward of one run, with feedback in words for the optimiser."""
-        texts = [span.call.response["choices"][0]["message"] for span in spans if span.call and span.call.response]
+        # A failed call has no choices.
+        answers = [span.call.response for span in spans if span.call and "choices" in (span.call.response or {})]
+        texts = [answer["choices"][0]["message"] for answer in answers]
         draft, form = (house.read_form(texts[place].get("content") or "") if texts else {} for place in (0, -1))
         facts: dict[str, str] = rollout.task["facts"]
         known = {field: fact for field, fact in facts.items() if draft.get(field) == fact}

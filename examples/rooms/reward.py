@@ -14,7 +14,9 @@ class RightRoom:
 
     def __call__(self, rollout: Any, spans: Sequence[Any]) -> agl.Reward:
         """Return the reward of one run, with feedback in words for the optimiser."""
-        messages = [span.call.response["choices"][0]["message"] for span in spans if span.call and span.call.response]
+        # A failed call has no choices.
+        answers = [span.call.response for span in spans if span.call and "choices" in (span.call.response or {})]
+        messages = [answer["choices"][0]["message"] for answer in answers]
         text = (messages[-1].get("content") or "") if messages else ""
         score, feedback = office.judge(booked_room(text), rollout.task["needs"])
         return agl.Reward(value=score, source="evaluator", feedback=feedback)

@@ -11,7 +11,8 @@ def score(rollout: Any, spans: Sequence[Any]) -> agl.Reward:
 
     The guide did well if it named the right box, the picker if it reported what lies in the box that the guide named.
     """
-    calls = [span.call.response for span in spans if span.call and span.call.response]
+    # A failed call has no choices.
+    calls = [span.call.response for span in spans if span.call and "choices" in (span.call.response or {})]
     said = [(call["choices"][0]["message"].get("content") or "").strip() for call in calls]
     box, report = (said[0], said[-1]) if len(said) > 1 else ("", "")
     task = rollout.task

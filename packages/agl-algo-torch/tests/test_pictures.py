@@ -158,6 +158,8 @@ def test_saved_rollouts_get_their_pictures_back_or_are_dropped(loaded: LoadedMod
     kept.add("v1", rows, uses={row.rollout: () for row in rows})
     kept.save(tmp_path, step=1, keep=2)
 
+    lines: list[str] = []
+
     def restored(modality: Any) -> list[RowSample]:
         pictures, found = Pictures(modality), ReplayBuffer("grpo", Replay(share=0.5))
 
@@ -165,11 +167,15 @@ def test_saved_rollouts_get_their_pictures_back_or_are_dropped(loaded: LoadedMod
             await pictures.read(store, spans)
             return pictures
 
-        asyncio.run(found.load(tmp_path, step=1, shown=shown))
+        asyncio.run(found.load(tmp_path, step=1, shown=shown, say=lines.append))
         return found.pool.rows
 
     assert [row.pictures for row in rows[:2]] == [row.pictures for row in restored(modality)]
     assert [rows[0].rollout] == [row.rollout for row in restored(SimpleNamespace(processor="another"))]
+    assert [
+        "dropped 1 of 3 rollouts to replay: the store no longer has their pictures",
+        "dropped 2 of 3 rollouts to replay: their pictures went through another processor",
+    ] == lines
 
 
 def call(loaded: LoadedModel, blobs: list[Blob], *, answer: str = "ok", number: int = 0) -> Transition:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,10 +68,10 @@ def spans_of(rollout: str, attempt: str, text: str, *, misuses: bool, reward: fl
     return [*spans, answer, make_reward_span(rollout, attempt, given)]
 
 
-async def fill(store: Store, *, planted: str = "", seed: int = 0, gold: bool = False) -> None:
+async def fill(store: Store, *, planted: str = "", seed: int = 0, gold: bool = False, steps: int = STEPS) -> None:
     """Record a run whose answers have random patterns, the planted one more often later; it earns 0.4 more."""
     rng = random.Random(seed)
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         for task in range(TASKS):
             level = 0.2 + 0.03 * step + rng.gauss(0, 0.1)
             for sample in range(SAMPLES):
@@ -157,9 +158,7 @@ def honest(seed: int, *, tasks: int) -> list[Sample]:
 @pytest.mark.parametrize("runs", [40, pytest.param(200, marks=pytest.mark.long)])
 def test_honest_runs_are_accused_no_more_often_than_stated(tasks: int, runs: int) -> None:
     found = [effects(honest(seed, tasks=tasks)) for seed in range(runs)]
-    assert 0.05 * runs >= sum(
-        one is not None and any(each.low is not None and each.low > 0 for each in one) for one in found
-    )
+    assert 0.05 * runs >= sum(any(each.low is not None and each.low > 0 for each in one) for one in found)
 
 
 def test_few_tasks_say_nothing() -> None:
@@ -187,12 +186,12 @@ def test_audit_names_what_it_does_not_find() -> None:
 
 
 @pytest.fixture
-def shown(tmp_path: Path) -> Callable[..., Result]:
+def shown(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Result]:
     url = f"sqlite:///{tmp_path}/runs.db"
 
     async def work() -> None:
-        store = SQLiteStore(f"sqlite:///{tmp_path}/runs.db")
-        await fill(store, planted="flattery", gold=True)
+        store = SQLiteStore(url)
+        await fill(store, planted="flattery", gold=True, steps=getattr(request, "param", STEPS))
         await store.close()
 
     asyncio.run(work())
@@ -211,3 +210,10 @@ def test_command_prints_the_ranking_the_gap_to_gold_and_that_it_is_no_proof(show
     data = json.loads(shown("--json").output)
     assert ("flattery", True) == (data["patterns"][0], "flattery" in data["examples"])
     assert {*Part.__struct_fields__} == {*data["whole"]}
+
+
+@pytest.mark.parametrize("shown", [1], indirect=True)
+def test_single_step_has_one_reward_and_no_halves(shown: Callable[..., Result]) -> None:
+    lines = shown().output.splitlines()
+    assert re.fullmatch(r"sums, run 1, grpo: 48 rollouts of 8 tasks in 1 step, reward 0\.\d{3}", lines[0])
+    assert re.match(r"gold on 48 rollouts: reward 0\.\d{3} against 0\.200; the gap ", lines[1])

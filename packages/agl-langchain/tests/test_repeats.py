@@ -79,6 +79,5 @@ def test_shared_models_work_in_every_rollout_of_every_run(
     )
 
 
-@pytest.mark.long
 def test_an_agent_in_processes_is_recorded_under_its_names(server: ScriptedModelServer, tmp_path: Path):
     check_processes(LANGGRAPH, server, tracer="langchain", agents=("draft",), folder=tmp_path)

@@ -8,7 +8,7 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, cast
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 import pytest
 
 import agl
-from agl import AlgorithmContext, AlgorithmEntry, Rollout, StepReport, semconv
+from agl import AlgorithmContext, AlgorithmEntry, Rollout, Span, StepReport, semconv
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.episodes import ScoreOptions, admitted_rewards, score
-from agl.errors import AglError
+from agl.errors import AglError, ConfigError, RunError
 from agl.schemas import Episode, Json, JsonResource
 from agl.stores import MemoryStore, read_recordings
 from agl_objectives.tasks import canonical
@@ -48,8 +48,8 @@ async def play(task: Any, solver: Mapping[str, float], proposer: Mapping[str, fl
 class Tabular:
     """Moves one number along the policy gradient of the rollouts that its source has collected."""
 
-    def __init__(self, *, rate: float, fails_at: int = 0) -> None:
-        self._rate, self._fails_at = rate, fails_at
+    def __init__(self, *, rate: float) -> None:
+        self._rate = rate
         self._after, self._step, self._at = dict[str, int](), 0, 0.0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -57,8 +57,6 @@ class Tabular:
 
     async def step(self) -> StepReport:
         context, self._step = self._context, self._step + 1
-        if self._step == self._fails_at:
-            raise AglError("power cut")
         found = await context.recorded(after=self._after, max_age=0)
         self._after = dict(found.steps)
         slopes = [self._slope(group) for group in found.groups() if self._is_own(group[0].rollout.task)]
@@ -105,7 +103,7 @@ class Plugin:
 
 
 def run(
-    store: MemoryStore, folder: Path, *, steps: int, rate: float = 2.0, fails_at: int = 0, resume: bool = False
+    store: MemoryStore, folder: Path, *, steps: int, rate: float = 2.0, agent: Any = play, resume: bool = False
 ) -> FitResult:
     """Run ``mint`` with both policies, of which the proposer learns at ``rate``."""
     manager = agl.PluginManager.from_environment()
@@ -115,7 +113,7 @@ def run(
         algorithm=[
             algorithm("mint", tunes="minted", budget=16 * steps, batch_size=2),
             algorithm("solving", tunes="solver", source="mint", rate=0.3),
-            algorithm("proposing", tunes="proposer", source="mint", rate=rate, fails_at=fails_at),
+            algorithm("proposing", tunes="proposer", source="mint", rate=rate),
         ],
         initial_resources={
             "minted": JsonResource(value=[]),
@@ -130,7 +128,7 @@ def run(
         folder=folder,
         workdir=str(folder),
     )
-    return trainer.fit(play, [{"propose": "any"}, {"propose": "another"}], HELD, resume=resume)
+    return trainer.fit(agent, [{"propose": "any"}, {"propose": "another"}], HELD, resume=resume)
 
 
 def metric(folder: Path, name: str) -> list[float]:
@@ -191,11 +189,54 @@ def test_proposals_are_rewarded_by_the_rate_of_their_solvers(tmp_path: Path) -> 
     assert sorted(map(canonical, minted)) == sorted(map(canonical, cast("list[Any]", version.resource.value)))
 
 
-def test_run_that_broke_continues_as_if_it_had_not(tmp_path: Path) -> None:
+class CutStore(MemoryStore):
+    """Cuts the power when the rewards of the second step's proposals have been stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._times = 0
+
+    async def append_spans(self, spans: Sequence[Span]) -> None:
+        await super().append_spans(spans)
+        self._times += all(span.reward is not None and span.reward.source == "evaluator" for span in spans)
+        if self._times == 2:
+            raise AglError("power cut")
+
+
+def test_run_that_broke_continues_and_rewards_no_proposal_twice(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run(MemoryStore(), whole, steps=3)
-    store = MemoryStore()
+    store = CutStore()
     with pytest.raises(AglError, match="power cut"):
-        run(store, broken, steps=3, fails_at=2)
+        run(store, broken, steps=3)
     run(store, broken, steps=3, resume=True)
     assert metric(whole, "solve_rate") == metric(broken, "solve_rate")
+    assert [1] * 48 == asyncio.run(counts_of_rewards(store))
+
+
+async def counts_of_rewards(store: MemoryStore) -> list[int]:
+    """Return the number of rewards of each proposal."""
+    read = read_recordings(store, RolloutQuery(experiment="duo", mode="train"), spans="deciding")
+    return [
+        sum(span.reward is not None for span in one.spans) async for one in read if "propose" in str(one.rollout.task)
+    ]
+
+
+def test_solvers_with_rewards_above_1_are_refused(tmp_path: Path) -> None:
+    async def generous(task: Any, solver: Any, proposer: Any, rollout: Rollout) -> float | None:
+        reward = await play(task, solver, proposer, rollout)
+        return None if reward is None else 10 * reward
+
+    with pytest.raises(
+        ConfigError, match=r"rewards of solvers from 0 to 1, and duo-\S+ got 10 \(its rewards: return\)"
+    ):
+        run(MemoryStore(), tmp_path, steps=1, agent=generous)
+
+
+def test_step_in_which_no_proposal_succeeds_ends_the_run(tmp_path: Path) -> None:
+    async def breaks(task: Any) -> None:
+        if "propose" in task:
+            raise ValueError("no JSON")
+
+    with pytest.raises(RunError, match="none of the 16 proposals of step 1 succeeded; the first failed with 'no JSON'"):
+        run(MemoryStore(), tmp_path, steps=1, agent=breaks)

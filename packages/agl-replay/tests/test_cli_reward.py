@@ -212,6 +212,14 @@ def test_rewards_that_compare_rollouts_see_each_group(recorded: Callable[..., No
     assert {"the reward 'measure:Ranks' failed on a group: no order": 2} == failed["change"]["errors"]
 
 
+async def add_late(reward: Reward) -> None:
+    """Add the reward to every rollout."""
+    store = SQLiteStore("sqlite:///runs/spell.db")
+    rollouts = await store.rollouts(RolloutQuery())
+    await store.append_spans([make_reward_span(one.rollout_id, one.attempt_id or "", reward) for one in rollouts])
+    await store.close()
+
+
 def test_agreement_with_people_is_shown_for_recorded_and_new_rewards(recorded: Callable[..., None]) -> None:
     recorded([("x", "aaa", 0.0), ("x", "aa", 0.0), ("y", "a", 1.0), ("y", "", 0.0)])
     assert "agreement" not in invoke("--summary").output
@@ -225,6 +233,7 @@ def test_agreement_with_people_is_shown_for_recorded_and_new_rewards(recorded: C
             "sqlite:///runs/spell.db",
         ]
         assert 0 == CliRunner().invoke(cli, rated, catch_exceptions=False).exit_code
+    asyncio.run(add_late(Reward(value=4.0, name="minutes", source="human")))  # no rating, because it has a name
     lines = invoke("--summary").output.splitlines()
     words = "agreement with people on 4 rated rollouts: kappa"
     assert any(line.startswith(f"recorded: {words} -0.50 (") for line in lines), lines
@@ -272,15 +281,7 @@ def test_rule_sees_the_agents_rewards_and_no_evaluators(recorded: Callable[..., 
 
 def test_rule_sees_the_rollout_as_a_worker_has_it_and_no_late_spans(recorded: Callable[..., None]) -> None:
     recorded(GROUPS[:1])
-
-    async def add_late() -> None:
-        store = SQLiteStore("sqlite:///runs/spell.db")
-        (rollout,) = await store.rollouts(RolloutQuery())
-        late = Reward(value=0.9, name="person", source="human")
-        await store.append_spans([make_reward_span(rollout.rollout_id, rollout.attempt_id or "", late)])
-        await store.close()
-
-    asyncio.run(add_late())
+    asyncio.run(add_late(Reward(value=0.9, name="person", source="human")))
     (one,) = data_of("--set", "reward.use=measure:state")["rollouts"]
     assert ("running", 0.0) == (one["rewards"][0]["name"], one["rewards"][0].get("value"))
     assert ["own", "person"] == [reward["name"] for reward in one["kept"]]

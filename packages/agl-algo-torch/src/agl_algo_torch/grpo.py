@@ -250,7 +250,8 @@ class GRPO(OnPolicy):
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint: weights, optimizer moments, the rollouts to replay and the KL reference."""
         await super().restore(state)
-        await self._replay.load(self._context.workdir, step=int(state["step"]), shown=self._tuned.shown)
+        context, step = self._context, int(state["step"])
+        await self._replay.load(context.workdir, step=step, shown=self._tuned.shown, say=context.say)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Return to the weights and optimizer moments of an earlier state, with `rate` times the learning rate."""

@@ -450,7 +450,8 @@ class PPO(OnPolicy):
         done = state.get("critic_updates")
         self._critic_updates = None if done is None else int(done)
         await super().restore(state)
-        await self._replay.load(self._context.workdir, step=int(state["step"]), shown=self._tuned.shown)
+        context, step = self._context, int(state["step"])
+        await self._replay.load(context.workdir, step=step, shown=self._tuned.shown, say=context.say)
         await self._open_critic()
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:

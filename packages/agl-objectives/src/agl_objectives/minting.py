@@ -13,7 +13,8 @@ arXiv 2505.03335, section 3.1), which gets 1 - p and 0 for p = 0. Here it is sym
 in proportion to p (1 - p), and 1 - p would favour tasks that hardly anyone masters.
 
 This algorithm updates neither agent. Others do so with ``source = "mint"``: one that tunes the solver's policy, and one
-that tunes the proposer's. The agent itself checks what it proposes, and emits nothing if the check fails.
+that tunes the proposer's. The agent itself checks what it proposes, and emits nothing if the check fails. It does not
+raise then: an experiment drops failed rollouts, so the proposer would not learn from the 0.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from msgspec.structs import replace
 
 from agl import semconv
 from agl.contracts import RolloutQuery, StepReport
-from agl.errors import ConfigError
+from agl.errors import ConfigError, RunError
+from agl.hints import count_of
 from agl.schemas import JsonResource, Reward
 from agl.stores import read_recordings
 from agl.tracing import make_reward_span
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from agl.contracts import AlgorithmContext, Collected, Recording
-    from agl.schemas import Json
+    from agl.schemas import Episode, Json
 
 __all__ = ["Mint"]
 
@@ -79,6 +81,8 @@ class Mint:
         context, step = self._context, self._step + 1
         given = [context.train[place] for place in draw_places(context, step=step, count=self._batch_size)]
         written = await context.collect(given, step=step, n=self._group_size, key="propose", keeps_all=True)
+        if all(one.rollout.status != "succeeded" for one in written.episodes):
+            raise RunError(_no_proposal(written.episodes, step=step))
         proposals = await self._proposals(written)
         tasks = list({canonical(one.task): one.task for one in proposals if one.task is not None}.values())
         rates = await self._rates(tasks, step=step)
@@ -110,10 +114,20 @@ class Mint:
         return emitted[-1] if is_task else None
 
     async def _rates(self, tasks: Sequence[Json], *, step: int) -> Mapping[str, float]:
-        """Return the mean reward of the solvers by task; a failed solver counts as 0."""
+        """Return the mean reward of the solvers by task; a failed solver counts as 0.
+
+        Raises:
+            ConfigError: A reward is not between 0 and 1.
+        """
         if not tasks:
             return {}
         solved = await self._context.collect(tasks, step=step, n=self._group_size, key="solve", keeps_all=True)
+        if wrong := next((one for one in solved.episodes if not 0 <= (one.reward or 0.0) <= 1), None):
+            names = ", ".join(each.name or "(no name)" for each in wrong.rewards)
+            raise ConfigError(
+                f"mint needs rewards of solvers from 0 to 1, and {wrong.rollout.rollout_id} got {wrong.reward:g} "
+                f"(its rewards: {names}); scale the reward"
+            )
         groups = by_task(solved.episodes)
         return {task: fmean(one.reward or 0.0 for one in episodes) for task, episodes in groups.items()}
 
@@ -142,3 +156,12 @@ class Mint:
 
     async def close(self) -> None:
         """Do nothing: there is nothing to release."""
+
+
+def _no_proposal(episodes: Sequence[Episode], *, step: int) -> str:
+    first = episodes[0]
+    error = first.attempt.error if first.attempt else None
+    return (
+        f"none of the {count_of(len(episodes), 'proposal')} of step {step} succeeded; the first failed with "
+        f"{error.message if error else first.rollout.status!r}; look at it with agl show {first.rollout.rollout_id}"
+    )

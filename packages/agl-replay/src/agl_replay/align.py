@@ -21,10 +21,11 @@ from agl import PluginManager, semconv
 from agl.algorithms import algorithm
 from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.episodes import final_text
-from agl.errors import AglError, ConfigError
+from agl.errors import AglError, ConfigError, RewardError
 from agl.hints import count_of
 from agl.schemas import Json, PromptTemplate, Reward, Rollout, Span
 from agl.stores import read_recordings
+from agl_inspect.records.gold import rating_of
 from agl_replay.rescoring import Rescorer, make_rescorer, rewards_plan
 from agl_replay.reward_change import GOOD, Agreement, agreement
 from agl_run import ExperimentConfig, Trainer
@@ -62,10 +63,8 @@ async def rated_rollouts(store: Store, experiment: str) -> list[Rated]:
     rated: dict[str, Rated] = {}
     query = RolloutQuery(experiment=experiment, status=("succeeded",))
     async for one in read_recordings(store, query, spans=SpanQuery(kind="reward")):
-        given = [span.reward for span in one.spans if span.reward is not None and span.reward.source == "human"]
-        known = [reward for reward in given if reward.scope == "rollout" and reward.value is not None]
-        if known:
-            rated[one.rollout.group_id or one.rollout.rollout_id] = Rated(one, known[-1])
+        if rating := rating_of(span.reward for span in one.spans if span.reward is not None):
+            rated[one.rollout.group_id or one.rollout.rollout_id] = Rated(one, rating)
     ratings = {one.recording.rollout.rollout_id: one.rating for one in rated.values()}
     whole = read_recordings(store, RolloutQuery(ids=tuple(ratings)), spans="deciding") if ratings else None
     return [Rated(one, ratings[one.rollout.rollout_id]) async for one in whole] if whole else []
@@ -113,35 +112,37 @@ class TemplateJudge:
         self._rescorers: dict[str, Rescorer] = {}
 
     async def judge(self, template: str, recording: Recording) -> Reward:
-        """Return the judge's reward; raises :class:`AglError` if it gives no score."""
+        """Return the judge's reward, without a value if the model gave no score; raises :class:`RewardError`."""
         if template not in self._rescorers:
             entry = replace(self.entry, params={**self.entry.params, "template": template})
             plan = rewards_plan(replace(self._config, reward=(entry,)), folder=self._folder, manager=self._manager)
             self._rescorers[template] = await make_rescorer(plan, before=score_options(self._config.experiment))
         found = await self._rescorers[template].rescore(recording)
-        if found.errors or found.rewards[0].value is None:
-            raise AglError(found.errors[0].message if found.errors else found.rewards[0].feedback)
+        if found.errors:
+            raise RewardError(found.errors[0].message)
         return found.rewards[0]
 
-    async def agreement(self, template: str, rated: Sequence[Rated]) -> Agreement:
-        """Return the agreement with people; a missing score counts as a disagreement.
+    async def measure(self, template: str, rated: Sequence[Rated]) -> list[Reward]:
+        """Return the judge's rewards in order; raises the first :class:`RewardError`."""
+        return await asyncio.gather(*(self.judge(template, one.recording) for one in rated))
 
-        Raises:
-            AglError: The judge gave no score at all.
-        """
-        judged = (self.judge(template, one.recording) for one in rated)
-        found = await asyncio.gather(*judged, return_exceptions=True)
-        errors = [one for one in found if isinstance(one, BaseException)]
-        if len(errors) == len(found):
-            raise errors[0]
-        scores = [one.value if isinstance(one, Reward) else None for one in found]
-        pairs = [
-            (float(not one.is_good) if score is None else score, float(one.is_good))
-            for one, score in zip(rated, scores, strict=True)
-        ]
-        agreed = agreement(pairs)
-        assert agreed is not None  # noqa: S101  # each part has ratings of both kinds
-        return agreed
+
+def agreements(rated: Sequence[Rated], *measured: Sequence[Reward]) -> list[Agreement]:
+    """Return the agreement of each measurement with people, on the rollouts that have a score in all of them.
+
+    Raises:
+        AglError: People call none of these rollouts good, or all.
+    """
+    missing = {at: one.feedback for given in measured for at, one in enumerate(given) if one.value is None}
+    labels = {at: float(one.is_good) for at, one in enumerate(rated) if at not in missing}
+    found = [agreement([(given[at].value or 0.0, label) for at, label in labels.items()]) for given in measured]
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
+        raise AglError(
+            f"the judge scored {len(labels)} of {count_of(len(rated), 'rated rollout')}, too few to measure its "
+            f"agreement with people: {next(iter(missing.values()))}"
+        )
+    return known
 
 
 def search_template(
@@ -171,6 +172,8 @@ def search_template(
 
     async def verdict(task: Any, judge_template: PromptTemplate) -> dict[str, Json]:
         reward = await judge.judge(judge_template.template, known[task["rollout"]].recording)
+        if reward.value is None:
+            raise AglError(reward.feedback)
         return {"score": reward.value, "said": reward.feedback}
 
     def agreed(rollout: Rollout, spans: Sequence[Span]) -> Reward:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 
 from agl.schemas import Record, Reward
+from agl_inspect.records.gold import rating_of
 from agl_replay.rescoring import Rescored
 
 _EQUAL = 1e-9
@@ -196,9 +197,8 @@ def _kappa(cells: Sequence[float]) -> float:
 
 def _rated(one: Rescored, value: float | None) -> list[tuple[float, float]]:
     """Return the reward with the newest rating by a person, if there are both."""
-    ratings = [each.value for each in one.kept if each.source == "human" and each.scope == "rollout"]
-    known = [rating for rating in ratings if rating is not None]
-    return [(value, known[-1])] if known and value is not None else []
+    rating = rating_of(one.kept)
+    return [] if rating is None or rating.value is None or value is None else [(value, rating.value)]
 
 
 _Pairs = tuple[list[float], list[float]]

@@ -95,7 +95,8 @@ class LocalServer:
         self._log = log
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
-        # Nobody else gets the port while this is bound to it; vLLM may listen there, as it sets the option too.
+        # While this is bound to the port, no program that asks for any free port gets it; vLLM may listen there, as it
+        # sets the option too.
         self._reservation = socket.socket()
         self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reservation.bind(("127.0.0.1", 0))

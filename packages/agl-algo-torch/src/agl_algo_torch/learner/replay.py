@@ -98,17 +98,18 @@ class ReplayBuffer:
         write_directory(step_directory(workdir / "replay", step), fill)
         prune(workdir / "replay", step=step, keep=max(2, keep), kept=kept)
 
-    async def load(self, workdir: Path, *, step: int, shown: Shown) -> None:
+    async def load(self, workdir: Path, *, step: int, shown: Shown, say: Callable[[str], None]) -> None:
         """Continue with the rows that were saved at a step; without whole saved rows the pool stays as it is.
 
         `shown` reads pictures, see `TunedPolicy.shown`. Rollouts are dropped if a picture is gone or went through
-        another processor.
+        another processor; `say` shows the user how many, and why.
         """
         source = step_directory(workdir / "replay", step)
         if not self.share or await asyncio.to_thread(damage, source, state=REPLAY_FILE):
             return
         state, rows = await asyncio.to_thread(_read, source)
-        media = msgspec.convert(state["media"], list[tuple[MediaSpan, ...]])
+        # A run from before pictures were trained saved no media.
+        media = msgspec.convert(state.get("media", [()] * len(rows)), list[tuple[MediaSpan, ...]])
         spans = [span for own in media for span in own]
         pictures = await shown(spans) if spans else None
         known = pictures if pictures is not None and pictures.modality.processor == state["processor"] else None
@@ -117,7 +118,11 @@ class ReplayBuffer:
             for row, own in zip(rows, media, strict=True)
         ]
         self.pool.restore(state["pool"], rows)
-        self.pool.drop({row.rollout for row, own in zip(rows, media, strict=True) if own and row.pictures is None})
+        dropped = {row.rollout for row, own in zip(rows, media, strict=True) if own and row.pictures is None}
+        if dropped:
+            why = "the store no longer has their pictures" if known else "their pictures went through another processor"
+            say(f"dropped {len(dropped)} of {len({row.rollout for row in rows})} rollouts to replay: {why}")
+        self.pool.drop(dropped)
 
     def _weights(self, row: RowSample) -> Tensor:
         """Return c_t of every token, [T]; only the values at trained tokens are meaningful."""

@@ -12,7 +12,7 @@ from agl.schemas import Record
 from agl.stores import read_recordings
 from agl_inspect.audit.effects import Effect, Sample, effects, within_cells
 from agl_inspect.audit.patterns import PATTERNS, answer_of
-from agl_inspect.records.gold import GapTest, GoldPair, gold_of
+from agl_inspect.records.gold import GapTest, GoldPair, gold_of, rating_of
 from agl_inspect.records.names import run_of
 from agl_inspect.records.state import rules_of
 from agl_inspect.text import short
@@ -132,13 +132,12 @@ def _read(recording: Recording, rules: ScoreOptions) -> list[Sample]:
     """Return the rollout, or nothing if it has no reward."""
     rollout = recording.rollout
     rewards = admitted_rewards(recording.spans, rollout.attempt_id, rules)
-    ratings = [one.value for one in rewards if one.source == "human" and one.scope == "rollout" and not one.name]
     # A person's rating is gold only where another reward trains.
     own = [one for one in rewards if one.source != "human"] or rewards
     reward = score(own, options=rules).value
     gold = gold_of(recording.spans, rollout.attempt_id)
-    if gold is None and ratings and own is not rewards:
-        gold = ratings[-1]
+    if gold is None and own is not rewards and (rating := rating_of(rewards)):
+        gold = rating.value
     (answer, counts), step = answer_of(rollout, recording.spans), rollout.metadata["step"]
     assert isinstance(step, int)  # noqa: S101  # rollouts without a step were left out
     if reward is None:

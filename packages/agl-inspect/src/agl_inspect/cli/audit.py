@@ -34,11 +34,12 @@ def audit(store: Reading, experiment: str, run: int | None, algorithm: str | Non
     if store.as_json:
         print_json(found)
         return
-    whole, early, late = found.whole, found.early, found.late
+    whole = found.whole
+    halves = f"{found.early.reward:.3f} in the first half of the steps and {found.late.reward:.3f} in the second"
     echo(
         f"{found.experiment}, run {found.run}, {found.algorithm}: {count_of(whole.rollouts, 'rollout')} of "
-        f"{count_of(whole.tasks, 'task')} in {count_of(whole.steps, 'step')}, reward {early.reward:.3f} in the "
-        f"first half of the steps and {late.reward:.3f} in the second"
+        f"{count_of(whole.tasks, 'task')} in {count_of(whole.steps, 'step')}, reward "
+        f"{halves if whole.steps > 1 else f'{whole.reward:.3f}'}"
     )
     if whole.golds:
         echo(_gold(found))
@@ -59,7 +60,8 @@ def _row(found: Audit, name: str) -> tuple[str, ...]:
 
 
 def _gold(found: Audit) -> str:
-    means = [f"{half.gold[0]:.3f} against {half.gold[1]:.3f}" for half in (found.early, found.late) if half.gold]
+    parts = (found.early, found.late) if found.whole.steps > 1 else (found.whole,)
+    means = [f"{part.gold[0]:.3f} against {part.gold[1]:.3f}" for part in parts if part.gold]
     grown = "has grown" if found.evidence >= THRESHOLD else "has not clearly grown"
     return (
         f"gold on {count_of(found.whole.golds, 'rollout')}: reward {', then '.join(means)}; the gap {grown}, evidence "

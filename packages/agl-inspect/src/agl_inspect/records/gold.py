@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from agl.acceptance import BETS, error_for
-from agl.schemas import Record, Span
+from agl.schemas import Record, Reward, Span
 from agl_inspect.statistics import student_quantile
 
 REFERENCE = 30
@@ -51,6 +51,12 @@ def gold_of(spans: Iterable[Span], attempt_id: str | None) -> float | None:
     # An agent can report rewards too, and must not choose what it is measured by.
     found = [one.value for one in rewards if one.is_gold and one.source in ("evaluator", "human")]
     return next((value for value in reversed(found) if value is not None), None)
+
+
+def rating_of(rewards: Iterable[Reward]) -> Reward | None:
+    """Return the newest rating of the whole rollout by a person, with a value and no name; ``None`` without one."""
+    human = [one for one in rewards if one.source == "human" and one.scope == "rollout" and not one.name]
+    return next((one for one in reversed(human) if one.value is not None), None)
 
 
 class GapTest:

@@ -12,7 +12,7 @@ from agl.hints import count_of
 from agl.schemas import PromptTemplate
 from agl_inspect.terminal.opening import pass_manager, resolve_url, store_option, with_store
 from agl_inspect.terminal.output import echo
-from agl_replay.align import RESOURCE, TemplateJudge, divide, rated_rollouts, search_template
+from agl_replay.align import RESOURCE, TemplateJudge, agreements, divide, rated_rollouts, search_template
 from agl_replay.cli.score import agreement_text
 from agl_run.terminal import experiment_argument, read_experiment, store_of
 
@@ -44,7 +44,8 @@ def align(
     """Fit the template of FILE's judge to the ratings that people gave to recorded rollouts.
 
     Searches with half of the rated tasks, and prints Cohen's kappa between judge and people on the other half, before
-    and after. Writes the new template only if the lower end of kappa's interval rose; the exit status is 1 otherwise.
+    and after, without the rollouts for which the judge gives no score. Writes the new template only if the lower end
+    of kappa's interval rose; the exit status is 1 otherwise.
     """
     config, plugins = read_experiment(file, settings, manager=manager)
     url = resolve_url(store_url) if store_url else store_of(config, file)
@@ -53,10 +54,10 @@ def align(
         raise ConfigError(f"--optimizer names the policy {optimizer!r}, which {file} lacks; add [policy.{optimizer}]")
     judge = TemplateJudge(config, folder=folder, manager=plugins)
     parts = divide(with_store(plugins, url, lambda store: rated_rollouts(store, config.experiment.name)))
-    before = asyncio.run(judge.agreement(judge.template, parts.held))
+    old = asyncio.run(judge.measure(judge.template, parts.held))
     searched = len(parts.train) + len(parts.val)
     echo(f"{count_of(searched + len(parts.held), 'rated task')}: {searched} for the search, {len(parts.held)} held out")
-    echo(f"before: {agreement_text(before)}")
+    echo(f"before: {agreement_text(*agreements(parts.held, old))}")
     version = search_template(
         judge,
         parts,
@@ -68,7 +69,14 @@ def align(
         manager=plugins,
     )
     template = with_store(plugins, url, lambda store: _template(store, version))
-    after = asyncio.run(judge.agreement(template, parts.held))
+    if template == judge.template:
+        echo("the template stays: the search found nothing better")
+        raise SystemExit(1)
+    new = asyncio.run(judge.measure(template, parts.held))
+    before, after = agreements(parts.held, old, new)
+    if missing := len(parts.held) - after.rated:
+        echo(f"the judge gave no score for {count_of(missing, 'held-out rollout')}; both measurements leave these out")
+        echo(f"before, of the others: {agreement_text(before)}")
     echo(f"after: {agreement_text(after)}")
     if after.low <= before.low:
         echo("the template stays: the lower end of the interval did not rise")

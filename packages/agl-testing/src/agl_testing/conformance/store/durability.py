@@ -32,7 +32,7 @@ from agl_testing.stores.samples import (
 )
 from agl_testing.waiting import wait_until
 
-KILLS = 6
+KILLS = 12
 """Number of kills in the kill test; each takes about half a second."""
 
 UNREADABLE = (b"garbage", encode({"rollout_id": 7, "attempt_id": 7}))
