@@ -37,7 +37,7 @@ def duel(task: str, llm: agl.LLM, rival: agl.LLM) -> float:
                 model=player.model, messages=[{"role": "user", "content": task}], max_tokens=4
             )
         said += answer.choices[0].message.content or ""
-    return zlib.crc32(said.encode()) % 5 / 4
+    return zlib.crc32(said.encode()) % 1009 / 1008  # hardly ever equal for all answers: each step makes a version
 
 
 @pytest.fixture
