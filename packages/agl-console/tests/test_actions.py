@@ -292,10 +292,12 @@ async def test_note_without_a_reward_stands_with_the_rollout_and_its_tags_filter
 async def test_note_alone_needs_no_second_page_and_gives_no_reward(desk: Any) -> None:
     async with desk() as here:
         await here.sign_in()
-        form = await here.form("rate", rollout="over")
-        filled = {**form, "comment": "asks twice", "value": "1", "alone": "comment"}
+        _, page = await here.ask("rate", rollout="over")
+        assert 'name="proof"' not in page  # it would stand in the address that asks for confirmation
+        (alone,) = re.findall(r'name="alone" value="([^"]+)"', page)
+        filled = {"rollout": "over", "comment": "asks twice", "value": "1", "alone": alone}
         assert 403 == (await here.post("/actions/rate", {**filled, "rollout": "waits"}))[0]
-        assert 403 == (await here.post("/actions/rate", {**filled, "alone": "value"}))[0]
+        assert 403 == (await here.post("/actions/rate", {**filled, "alone": alone[:-1]}))[0]
         status, page = await here.post("/actions/rate", filled)
         assert (200, True) == (status, "over has the note" in page)
         assert [] == await here.store.spans("over")

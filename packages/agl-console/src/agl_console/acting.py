@@ -32,9 +32,6 @@ REMEMBERED = 1000
 _LOGGED = 600
 """The most characters of a form's fields in a log line."""
 
-_OFFER = ("key", "proof")
-"""Fields by which a form is known as one of a session."""
-
 _KEY = re.compile("[0-9a-f]{16}")
 _LOCAL = re.compile(r"/(?:[!-.0-\[\]-~][!-\[\]-~]*)?")
 """Matches a path on this console: without spaces and backslashes, and never ``//``, which would name another host."""
@@ -120,7 +117,7 @@ class Actions:
         if session is None:
             return _moved(link("sign-in", next=request.raw_path))
         name, kind = self._kind(request)
-        given = {key: _lines(value) for key, value in request.query.items() if value and key not in _OFFER}
+        given = {key: _lines(value) for key, value in request.query.items() if value}
         if kind.fields and not any(field.name in given for field in kind.fields):
             return self._fields_page(session, name, kind, given)
         try:
@@ -149,10 +146,11 @@ class Actions:
         name, kind = self._kind(request)
         session = access.session(request)
         proof, offered = form.pop("proof", ""), form
-        if alone := form.pop("alone", ""):  # the first page offered everything but this field, and no second one asks
+        if kind.alone and (alone := form.pop("alone", "")):  # the first page offered it, and no second one asks
+            key, _, proof = alone.partition(" ")
             asked = {field.name for field in kind.fields}
-            offered = {key: value for key, value in form.items() if key not in asked}
-            form = {**offered, alone: form.get(alone, "")} if alone == kind.alone else {}
+            offered = {**{name: value for name, value in form.items() if name not in asked}, "key": key}
+            form = {**offered, kind.alone: form.get(kind.alone, "")}
         if session is None or not session.is_proven(name, offered, proof) or not _KEY.fullmatch(form.get("key", "")):
             self._audit(f"refused {name}: the form is not one of this session, from {request.remote}")
             text = (
@@ -227,12 +225,18 @@ class Actions:
         if missing := sorted(needed - given.keys()):
             text = f"The address lacks {', '.join(missing)}; follow the link on the page of a rollout or a version."
             return page_response(self._pages.error(kind.title, text, visitor="signed"), status=400)
-        if kind.alone:
-            offered = {**hidden, "key": secrets.token_hex(8)}
-            hidden = {**offered, "proof": session.proof(name, offered)}
+        key = secrets.token_hex(8)
+        alone = f"{key} {session.proof(name, {**hidden, 'key': key})}" if kind.alone else ""
         values = {field.name: given.get(field.name, field.default) for field in kind.fields}
         page = self._pages.render(
-            "action_fields.html", visitor="signed", name=name, kind=kind, hidden=hidden, values=values, error=error
+            "action_fields.html",
+            visitor="signed",
+            name=name,
+            kind=kind,
+            hidden=hidden,
+            values=values,
+            alone=alone,
+            error=error,
         )
         return page_response(page, status=400 if error else 200)
 
