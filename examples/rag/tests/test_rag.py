@@ -192,5 +192,5 @@ def test_experiment_runs_from_nothing(example: Path) -> None:
 
     assert 1 == result["steps"]["grpo"]
     assert ["rag-lm"] == list(result["resources"])
-    assert 0.0 <= result["before"] <= result["after"] <= 0.1  # one word has the form of an answer, and none is right
+    assert max(result["before"], result["after"]) <= 0.1  # one word has the form of an answer, and none is right
     assert "agent 'searcher'" in run(example, "-m", "agl", "why", "latest", "--store", "sqlite:///out/runs.db")
