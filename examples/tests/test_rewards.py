@@ -12,7 +12,7 @@ pytest.importorskip("openai", reason="the agents of some examples need openai")
 
 EXAMPLES = Path(__file__).parents[1]
 ANSWER = "BOOK oak: 42"
-"""What each model call says; it gives every reward something to read."""
+"""The answer of every model call: a text that any of the rewards can read."""
 
 TOOL = {"function": {"name": "ask_coworker", "arguments": "{}"}}
 GOOD = {"choices": [{"message": {"content": ANSWER, "tool_calls": [TOOL]}}]}

@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -80,18 +81,23 @@ def test_interrupt_is_raised_although_the_work_ends_in_spite_of_it() -> None:
     assert (1, True) == (work.stops, work.has_ended)
 
 
-def test_interrupt_by_a_handler_of_the_program_lets_the_work_end() -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
+def signalled(work: Work, handler: Callable[..., None]) -> None:
+    """Run the work, and call ``handler`` during it by a signal."""
+    before = signal.signal(signal.SIGUSR1, handler)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    work = Work(ending_s=0.5)
     try:
         with pytest.raises(KeyboardInterrupt):
             run_blocking(work.run)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_interrupt_by_a_handler_of_the_program_lets_the_work_end() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    work = Work(ending_s=0.5)
+    signalled(work, interrupt)
     assert (1, True) == (work.stops, work.has_ended)
 
 
@@ -101,14 +107,8 @@ def test_interrupt_during_a_finaliser_stops_the_work() -> None:
             os.kill(os.getpid(), signal.SIGINT)  # an exception that its handler raised would be ignored here
 
     objects = [Dying()]
-    before = signal.signal(signal.SIGUSR1, lambda *_: objects.clear())
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     work = Work(ending_s=0.0)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_blocking(work.run)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    signalled(work, lambda *_: objects.clear())
     assert (1, True) == (work.stops, work.has_ended)
 
 

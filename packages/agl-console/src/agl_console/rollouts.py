@@ -410,7 +410,7 @@ async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: Ro
 
 
 def _has_note(notes: Sequence[str], wanted: str) -> bool:
-    """Whether a note has these words, or this tag as a whole."""
+    """Return true if a note contains the wanted text; a tag must be there as a whole word."""
     if TAG.fullmatch(wanted):
         return any(wanted.casefold() in TAG.findall(note.casefold()) for note in notes)
     return any(wanted.casefold() in note.casefold() for note in notes)

@@ -46,7 +46,7 @@ class Rated(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Whether the person calls the rollout good."""
+        """True if the person's rating counts as good."""
         return (self.rating.value or 0.0) >= GOOD
 
 
