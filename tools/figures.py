@@ -1,9 +1,10 @@
 """Draws the figures of the page about losses and estimators: ``python -m tools.figures [--check]``.
 
 Every curve and bar is computed by the loss or the estimator itself, with its default parameters unless the caption on
-the page says otherwise. Needs torch.
+the page says otherwise. The curves of Kuhn poker come from its benchmark. Needs torch.
 """
 
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from tools.public import ROOT
 
 FOLDER = ROOT / "docs" / "images" / "objectives"
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 200, 46, 20, 12, 34
-BLUE, RED, GREY = "#1f6feb", "#cf222e", "#8c959f"
+BLUE, RED, GREEN, GREY = "#1f6feb", "#cf222e", "#1a7f37", "#8c959f"
 Points = Sequence[tuple[float, float]]
 
 
@@ -182,7 +183,24 @@ def _bars(advantages: Sequence[float], *, words: tuple[str, str]) -> str:
     return _svg([*parts, *labels])
 
 
+def exploitabilities(*names: str) -> str:
+    """Draw curves of Kuhn poker that the benchmark `kuhn` has measured, with a legend."""
+    measured = json.loads((ROOT / "benchmarks" / "kuhn.json").read_text(encoding="utf-8"))
+    axes = Axes(x=(0.0, 200.0), y=(0.0, 0.4))
+    parts = axes.frame("steps")
+    for place, (name, colour) in enumerate(zip(names, (BLUE, RED, GREEN, GREY), strict=False)):
+        y = TOP + 10 + 14 * place
+        parts.append(_line(axes, measured[name], colour=colour))
+        parts.append(f'<path d="M150 {y - 4}H170" stroke="{colour}" stroke-width="2"/>')
+        parts.append(_text(176, y, name, anchor="start"))
+    return _svg(parts)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "kuhn-settings": lambda: exploitabilities(
+        "bonus, no division", "control: division, no bonus", "no bonus", "division"
+    ),
+    "kuhn-order": lambda: exploitabilities("bonus, no division", "in turns", "in turns, against the last 20"),
     "loss-ppo-clip": lambda: by_ratio("ppo-clip", to=4.0, up=4.0, clip_dual=3.0),
     "loss-gspo": lambda: by_ratio("gspo", reach=0.001),
     "loss-gmpo": lambda: by_ratio("gmpo"),
