@@ -18,7 +18,7 @@ from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, read_tallies
 from agl_inspect.rollouts.training import uses_of
 
-LOOKED = 50
+LOOKED = 30
 """The number of newest rollouts that are read."""
 
 DRAWN = 6
@@ -90,15 +90,16 @@ async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsVi
         sums.add(recording)
         looked += 1
     agents = _rows(sums.agents)
+    whole = _rows(_summed(agent for tally in tallies for agent in tally.agents))
     return AgentsView(
         name=name,
         mode=chosen.mode,
-        whole=_rows(_summed(agent for tally in tallies for agent in tally.agents)),
+        whole=whole,
         whole_rollouts=sum(each.rollouts for each in tallies),
         whole_steps=len(tallies),
         whole_mode=mode,
         changes=agent_changes(every),
-        figures=_figures(name, tallies),
+        figures=_figures(name, tallies, [row.sums.agent for row in whole[:DRAWN]]),
         looked_through=looked,
         cut_off=sums.cut_off,
         agents=agents,
@@ -124,9 +125,8 @@ def _rows(found: Mapping[str, AgentTally]) -> list[AgentRow]:
     ]
 
 
-def _figures(run: str, tallies: Sequence[StepTally]) -> list[Figure]:
+def _figures(run: str, tallies: Sequence[StepTally], agents: Sequence[str]) -> list[Figure]:
     """Return the figure of each agent's credit over the steps; none without credit at two steps."""
-    agents = [row.sums.agent for row in _rows(_summed(agent for tally in tallies for agent in tally.agents))[:DRAWN]]
     algorithms = dict.fromkeys(each.algorithm for each in tallies)
     series: list[Line] = []
     for algorithm in algorithms:

@@ -124,6 +124,7 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
         health: Figures that show whether the run is healthy.
         figures: Figures of all other numbers that change.
         stretches: The algorithms of the run in the order of their steps.
+        events: The number of marks on that figure by their kind.
         rejected: The number of candidates that a search has refused.
         constants: The values that all steps of all algorithms share, by metric.
         meanings: Explanations of metrics, by name.
@@ -142,6 +143,7 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
     health: list[Figure]
     figures: list[Figure]
     stretches: list[Stretch]
+    events: dict[str, int]
     rejected: int
     constants: dict[str, float]
     meanings: dict[str, str]
@@ -171,6 +173,8 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
         if figure.is_constant and len({line.values[0] for line in figure.series}) == 1
     }
     best = await best_version(store, record)
+    marks = await marks_of(store, record, logged, best) if rewards else []
+    kinds = [mark.kind for mark in marks]
     return LearningView(
         name=name,
         status=await status_of(store, record),
@@ -180,10 +184,11 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
         best=best,
         has_failures=await has_failures(store, name),
         suggestions=await suggestions_in(store, logged),
-        rewards=rewards and replace(rewards, marks=await marks_of(store, record, logged, best)),
+        rewards=rewards and replace(rewards, marks=marks),
         health=[figures[key] for key in HEALTH if key in figures and key not in constants],
         figures=[figure for key, figure in figures.items() if key not in constants and key not in HEALTH],
         stretches=stretches,
+        events={kind: kinds.count(kind) for kind in ("published", "best", "back", "alert")},
         rejected=int(max((metric.value for metric in logged if metric.name == "rejected"), default=0)),
         constants=constants,
         meanings=MEANINGS,

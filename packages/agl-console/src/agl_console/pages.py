@@ -14,7 +14,7 @@ from markupsafe import Markup
 from agl.contracts import Moments
 from agl.errors import AglError, ConfigError, NotFoundError
 from agl.hints import count_of
-from agl.schemas import Record, to_builtins
+from agl.schemas import Record, to_json
 from agl_console.figures import HEIGHT, WIDTH, Line, sparks, step_at
 from agl_console.learning import LABELS
 from agl_console.reading import TAG
@@ -180,9 +180,12 @@ def stepped(algorithm: str, step: int | None) -> str:
     return " ".join([algorithm or "no algorithm", *([] if step is None else [str(step)])])
 
 
-def data(value: Any) -> Any:
-    """Convert records to values that ``tojson`` accepts."""
-    return to_builtins(value)
+def data(value: Record) -> Markup:
+    """Return a record as JSON for a script element, which no text in it can end."""
+    return Markup(to_json(value).decode().translate(_INERT))
+
+
+_INERT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def _inert(value: Any) -> Any:
