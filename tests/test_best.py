@@ -31,20 +31,17 @@ import signal
 from pathlib import Path
 
 import agl
-from agl import semconv
 from agl.contracts import StepReport
 from agl.schemas import PromptTemplate
+from agl_testing.toys import ToyAlgorithm
 
 
-class Scripted:
+class Scripted(ToyAlgorithm):
     """Publishes the text of each step; a text is the share of the validation tasks that it solves."""
 
     def __init__(self, *, texts, kept_in="", dies_in=""):
         self._texts, self._kept_in, self._dies_in = texts, kept_in, dies_in
         self._step, self._rate, self._from = 0, 1.0, 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         context, self._step = self._context, self._step + 1
@@ -71,9 +68,6 @@ class Scripted:
 
     def has_more(self, state, *, tasks, sources_go_on):
         return state["step"] < len(self._texts)
-
-    async def close(self):
-        pass
 
 
 class Reversible(Scripted):
@@ -406,9 +400,8 @@ import sys
 from pathlib import Path
 
 import agl
-from agl import semconv
 from agl.algorithms import algorithm
-from agl.schemas import PromptTemplate, Rollout, Span
+from agl.schemas import PromptTemplate, Rollout
 from agl_run import Quiet
 
 TASKS = 20
