@@ -599,9 +599,13 @@ async def test_pictures_stand_in_the_conversation_and_with_their_tokens(opened: 
     async with opened(store) as client:
         page = await (await client.get("/rollouts/r")).text()
         (turn,) = (await data_of(client, "/rollouts/r"))["turns"]
+        place = f"/rollouts/r/spans/{turn['node']['sequence']}"
+        tokens = await (await client.get(place)).text()
         shown = await client.get(f"/media/{digest}")
         assert (picture, "image/png") == (await shown.read(), shown.content_type)
     assert 2 == page.count(f'src="/media/{quote(digest, safe="")}"')
+    assert 1 == tokens.count(f'src="/media/{quote(digest, safe="")}"')
+    assert "Tokens 1 to 2 stand for this image." in tokens
     question, used, _ = turn["messages"]
     assert [{"kind": "image", "reference": digest}] == question["media"] == used["tools"][0]["media"]
     assert f"which colour?\n[image {digest[7:19]}]" == question["text"]["text"]
@@ -615,7 +619,8 @@ def test_row_with_a_picture_shows_it_beside_its_tokens() -> None:
     names = {"rollout_id": "r", "attempt_id": "a", "group_id": "g"}
     row = Row(**names, branch=0, **packed, segments=(segment,), media=(span,))
     episode = Episode(rollout=Rollout(rollout_id="r", experiment="e", task=None), attempt=None, reward=None, rows=[row])
-    assert [span] == tokens_view(episode, TokensFilter(), {}).media
+    assert [span] == tokens_view(episode, TokensFilter(start=2), {}).media
+    assert [] == tokens_view(episode, TokensFilter(start=3), {}).media
 
 
 @pytest.mark.parametrize("media_type", ["image/svg+xml", "text/html", "application/pdf"])
