@@ -1119,6 +1119,7 @@ async def test_empty_list_of_rollouts_says_which_filter_finds_nothing(opened: Op
     await add_tallies(store, ExperimentRecord(name="sums"), tallies)
     for number, reward in enumerate((0.0, 1.0)):
         await record(store, f"sums-1-grpo-train-00001-0000{number}-000", reward=reward, group=f"task-{number}")
+    await record(store, "v-1", experiment="measured", mode="val")
     async with opened(store) as client:
 
         async def nothing(query: str) -> Any:
@@ -1128,11 +1129,10 @@ async def test_empty_list_of_rollouts_says_which_filter_finds_nothing(opened: Op
         assert "sft has no rollouts in this run" in (await nothing("algorithm=sft&step=2"))["words"]
         failed = await nothing("status=failed")
         low = await data_of(client, "/rollouts?experiment=sums&reward=low")
-        page = await text_of(client, "/rollouts?experiment=sums&algorithm=grpo&step=1")
+        page, measured = [await text_of(client, f"/rollouts?experiment={name}") for name in ("sums", "measured")]
     assert ("1 with a reward of 0 or less", "low") == (failed["others"], failed["query"]["reward"])
     assert [0.0] == [row["reward"] for row in low["rollouts"]]
-    assert "One rollout per task" in page
-    assert "side by side<" not in page
+    assert ("side by side<" in page, "side by side<" in measured) == (True, False), "a validation runs a task once"
 
 
 async def test_calls_that_a_group_shares_are_shown_once(opened: Open) -> None:
@@ -1243,11 +1243,10 @@ async def test_group_has_the_rewards_and_what_the_step_made_of_them(opened: Open
         newest = await data_of(client, "/group?experiment=sums&group=task-1&against=sums-1-grpo-hostile")
         rollout = await text_of(client, f"/rollouts/{rollout_name(4)}")
     (member,) = data["members"]
-    numbers = [member[name] for name in ("reward", "baseline", "credit", "advantage")]
-    assert [4 / 12, 4 / 12, 4 / 12, 4 / 12 - 0.5] == numbers
+    numbers = [member[name] for name in ("reward", "credit", "advantage")]
+    assert [4 / 12, 4 / 12, 4 / 12 - 0.5] == numbers
     assert {(1, 1), (2, 1), (3, 1)} == {(ran["step"], ran["rollouts"]) for ran in data["steps"]}
     assert ["sums-1-grpo-hostile", "sums-1-grpo-failed"] == [one["rollout_id"] for one in newest["members"]][:2]
-    assert (0.5 + 0.25 + 0.75) / 3 == pytest.approx(newest["members"][0]["baseline"])
     assert "/group?experiment=sums&amp;group=task-0&amp;algorithm=grpo&amp;step=2" in rollout
 
 
@@ -1608,7 +1607,7 @@ async def test_rewards_beyond_the_table_are_counted(opened: Open) -> None:
 
 
 async def test_rollouts_show_parts_and_reason_of_their_reward_and_are_found_by_a_part(opened: Open) -> None:
-    async with opened(await judged_store(text="too\nshort")) as client:
+    async with opened(await judged_store(rollouts=9, text="too\nshort")) as client:
         page = await text_of(client, "/rollouts?experiment=sums")
         (row,) = (await data_of(client, "/rollouts?experiment=sums&part=right+%3D+0.75"))["rollouts"]
         none = await data_of(client, "/rollouts?experiment=sums&part=right+%3D+0.7")
@@ -1617,6 +1616,7 @@ async def test_rollouts_show_parts_and_reason_of_their_reward_and_are_found_by_a
     assert "too short" == row["feedback"]
     assert [] == none["rollouts"]
     assert 'href="/rollouts?experiment=sums&amp;part=right+%3D+0.75"' in page
+    assert 9 == page.count("short 1</a>")
     assert 400 == wrong.status
 
 

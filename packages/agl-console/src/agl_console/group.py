@@ -85,7 +85,6 @@ class Member(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A rollout of the group.
 
     Attributes:
-        baseline: Mean reward of the group's rollouts that are shown; ``None`` without a reward.
         credit: Mean credit of the rollout's calls, as the last step reported it.
         advantage: Mean advantage of the rollout's trained calls, as the last step reported it.
         why: How the reward stands in the group, and what training did with the rollout's answers.
@@ -98,7 +97,6 @@ class Member(Record, frozen=True, kw_only=True, omit_defaults=False):
     rollout_id: str
     status: str
     reward: float | None
-    baseline: float | None
     credit: float | None
     advantage: float | None
     why: str
@@ -269,7 +267,6 @@ def _member(run: _Run, other: _Run, rewards: Sequence[float], largest: float) ->
         rollout_id=run.rollout.rollout_id,
         status=run.rollout.status,
         reward=run.reward,
-        baseline=fmean(rewards) if rewards else None,
         credit=fmean(credits) if credits else None,
         advantage=advantage,
         why=_why(run, advantage, rewards),

@@ -10,7 +10,7 @@ from agl.contracts import Store
 from agl.errors import NotFoundError
 from agl.schemas import Record
 from agl_console.figures import POINTS, Figure, line_of
-from agl_console.versions import DiffLine, difference
+from agl_console.versions import DiffLine, NoFilter, difference
 from agl_inspect.learning import REGRESSION, add_pair, add_unit, computed_again, replay_gates, served_gates
 from agl_inspect.records.learning import (
     Decision,
@@ -34,10 +34,6 @@ SHOWN = 12
 
 LEAST = -3.0
 """The lowest evidence that is drawn, as a power of ten."""
-
-
-class NoFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The page has no parameters."""
 
 
 class LearnerFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):

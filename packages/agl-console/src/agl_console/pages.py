@@ -14,7 +14,7 @@ from markupsafe import Markup
 from agl.contracts import Moments
 from agl.errors import AglError, ConfigError, NotFoundError
 from agl.hints import count_of
-from agl.schemas import Record, to_json
+from agl.schemas import Attempt, Record, to_json
 from agl_console.figures import HEIGHT, WIDTH, Line, sparks, step_at
 from agl_console.learning import LABELS
 from agl_console.reading import TAG
@@ -46,7 +46,9 @@ class Pages:
         self._templates.filters.update(
             dict[str, Any](ends=ends, quantity=count_of, ago=ago, spark=spark, words=words, tagged=TAG.split)
         )
-        self._templates.filters.update(dict[str, Any](mean=mean, parts=parts_text, stepped=stepped, step_at=step_at))
+        self._templates.filters.update(
+            dict[str, Any](mean=mean, parts=parts_text, stepped=stepped, step_at=step_at, lasted=lasted)
+        )
         self._templates.globals["link"] = link
         self._store = store
 
@@ -143,6 +145,11 @@ def seconds(value: float | None) -> str:
         return f"{value:.2f} s"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
+
+
+def lasted(attempt: Attempt) -> str:
+    """Format the duration of an attempt; a dash before its end."""
+    return seconds(max(0.0, attempt.finished_at - attempt.started_at) if attempt.finished_at else None)
 
 
 def ago(unix_s: float) -> Markup:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from agl.contracts import Count, Store
 from agl.episodes import Enclosing
 from agl.errors import NotFoundError
-from agl.schemas import Attempt, ErrorInfo, MediaSpan, ModelCall, Record, Reward, Rollout, Span, Weights, to_json
+from agl.schemas import Attempt, MediaSpan, ModelCall, Record, Reward, Rollout, Span, Weights, to_json
 from agl_console.reading import NOTE, attempt_of, notes_among, rollout_of
 from agl_console.rewards import RewardsView, rewards_view
 from agl_console.siblings import Neighbours, Order, reason_of_silence, siblings_of, standing
@@ -58,16 +58,6 @@ class RolloutFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     by: Order = "step"
 
 
-class AttemptRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """An attempt; ``seconds`` is ``None`` while it runs."""
-
-    number: int
-    status: str
-    worker: str
-    seconds: float | None
-    error: ErrorInfo | None
-
-
 class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A rollout, with a page of the spans of one attempt.
 
@@ -105,7 +95,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
     created_at: float
     task: Text
     dev: str
-    attempts: list[AttemptRow]
+    attempts: list[Attempt]
     attempt: int
     turns: list[Turn]
     nodes: list[Node]
@@ -134,10 +124,8 @@ class SpanView(Record, frozen=True, kw_only=True, omit_defaults=False):
     rollout_id: str
     attempt: int
     span_id: str
-    sequence: int
     kind: str
     name: str
-    agent: str
     path: list[str]
     seconds: float
     status: str
@@ -201,7 +189,7 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         created_at=rollout.created_at,
         task=Contents().text("task", rollout.task),
         dev=dev_of(rollout),
-        attempts=[_attempt(attempt) for attempt in attempts],
+        attempts=attempts,
         attempt=number,
         turns=talk.turns,
         nodes=talk.nodes,
@@ -250,10 +238,8 @@ async def span_view(store: Store, name: str, place: str, chosen: RolloutFilter) 
         rollout_id=rollout_id,
         attempt=number,
         span_id=span.span_id,
-        sequence=sequence,
         kind=kind_of(span),
         name=span.name,
-        agent=who.agent,
         path=list(who.path),
         seconds=seconds_of(span),
         status=span.status,
@@ -321,13 +307,3 @@ async def _page(store: Store, rollout_id: str, attempt_id: str, after: int) -> t
         page.append(span)
         size += len(str(span.call.request)) + len(str(span.call.response)) if span.call else 0
     return page, True
-
-
-def _attempt(attempt: Attempt) -> AttemptRow:
-    return AttemptRow(
-        number=attempt.number,
-        status=attempt.status,
-        worker=attempt.worker,
-        seconds=max(0.0, attempt.finished_at - attempt.started_at) if attempt.finished_at else None,
-        error=attempt.error,
-    )

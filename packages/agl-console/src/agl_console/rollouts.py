@@ -5,11 +5,10 @@ ids. All other filters are applied here, for at most ``SECONDS`` per page, so th
 any size. The page shows how many rollouts were checked, and the next page continues from there.
 """
 
-import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Annotated, Any, Literal, cast
 
@@ -19,9 +18,8 @@ from msgspec.structs import asdict, replace
 from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
-from agl.schemas import Mode, Record, Reward, Rollout, RolloutStatus, Span, to_json
+from agl.schemas import Mode, Record, Reward, RolloutStatus, Span, to_json
 from agl_console.reading import TAG, notes_of
-from agl_console.siblings import step_prefix
 from agl_inspect.records.names import id_prefix
 from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.rollouts.step_tallies import MOST_AGENTS, read_tallies
@@ -152,7 +150,6 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         error: The last attempt's error, such as ``ValueError: no``.
         found: The text around the first words that the filter ``said`` found; ``""`` without that filter.
         found_at: The number of the span with these words.
-        is_alone: True if no other rollout of the step has the same task.
         notes: What people noted about the rollout.
         parts: The parts of the last reward that has some.
         feedback: The start of the reason of the last reward that has one.
@@ -173,7 +170,6 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     error: str
     found: str
     found_at: int
-    is_alone: bool
     notes: list[str]
     parts: dict[str, float | None]
     feedback: str
@@ -266,14 +262,13 @@ async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
     notes = await notes_of(store, [recording for recording, _ in page])
     last = page[-1][0] if len(seen.fitting) > PAGE else None if seen.is_end else seen.last
     agents = await _agents(store, chosen.experiment)
-    alone = await _alone(store, [recording.rollout for recording, _ in page])
     rewards = await _rewards(store, [recording for recording, _ in page])
     is_counted = not (chosen.after or seen.is_end or of_steps)
     return RolloutsView(
         filters=filters,
         picked=_picked(filters),
         rollouts=[
-            _row(one, value, chosen.said, notes.get(one.rollout.rollout_id, []), alone, rewards[one.rollout.rollout_id])
+            _row(one, value, chosen.said, notes.get(one.rollout.rollout_id, []), rewards[one.rollout.rollout_id])
             for one, value in page
         ],
         summary=_summary(seen.fitting),
@@ -303,20 +298,6 @@ async def _nothing(store: Store, chosen: RolloutsFilter, agents: Mapping[str, in
     low = len(seen.fitting)
     words = f"{'' if seen.is_end else 'at least '}{low} with a reward of 0 or less" if low else ""
     return Nothing(words="No rollout crashed or timed out.", others=words, query=_filters(others) if low else {})
-
-
-async def _alone(store: Store, rollouts: Sequence[Rollout]) -> set[str]:
-    """Return the ids of those rollouts whose group has no other rollout in their step."""
-    seen = Counter((step_prefix(each), each.group_id) for each in rollouts)
-    single = [each for each in rollouts if each.group_id and seen[step_prefix(each), each.group_id] == 1]
-    is_alone = await asyncio.gather(*(_is_alone(store, each) for each in single))
-    return {each.rollout_id for each, is_it in zip(single, is_alone, strict=True) if is_it}
-
-
-async def _is_alone(store: Store, rollout: Rollout) -> bool:
-    prefix = step_prefix(rollout)
-    query = RolloutQuery(experiment=rollout.experiment, group_id=rollout.group_id, after=prefix, limit=2)
-    return sum(each.rollout_id.startswith(prefix) for each in await store.rollouts(query)) < 2
 
 
 class _Seen(Record, frozen=True, kw_only=True):
@@ -574,7 +555,6 @@ def _row(
     reward: float | None,
     said: str,
     notes: list[str],
-    alone: Collection[str],
     rewards: Sequence[Reward],
 ) -> RolloutRow:
     rollout = recording.rollout
@@ -597,7 +577,6 @@ def _row(
         error=f"{error.type}: {error.message}"[:_TASK] if error else "",
         found=_around(recording.spans[0], said) if said else "",
         found_at=recording.spans[0].sequence if said else 0,
-        is_alone=rollout.rollout_id in alone,
         notes=notes,
         parts=_parts(rewards),
         feedback=short(next((each.feedback for each in reversed(rewards) if each.feedback), ""), _TASK),

@@ -31,9 +31,6 @@ from agl_inspect.versions import (
     resource_text,
 )
 
-PAGE = 50
-"""The most resources on a page."""
-
 VERSIONS = 200
 """The most versions on a page."""
 
@@ -56,10 +53,8 @@ DEEPEST = 12
 """The most levels of indentation, one per branch; deeper rows are indented as far as this level."""
 
 
-class ResourcesFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Query parameters of the page: the last name on the previous page."""
-
-    after: str = ""
+class NoFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The page has no parameters."""
 
 
 class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,10 +86,9 @@ class ResourceRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class ResourcesView(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A page of resources in the order of their names; ``next`` is the query of the next page, empty on the last."""
+    """All resources in the order of their names."""
 
     resources: list[ResourceRow]
-    next: dict[str, str]
 
 
 class TriedScore(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -216,12 +210,10 @@ class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     next: dict[str, str]
 
 
-async def resources_view(store: Store, chosen: ResourcesFilter) -> ResourcesView:
-    """Read a page of resources, sorted by name."""
+async def resources_view(store: Store, chosen: NoFilter) -> ResourcesView:
+    """Read all resources, sorted by name."""
     every = sorted(await list_versions(store, None, has_candidates=True), key=lambda item: item.version.name)
-    behind = [item for item in every if item.version.name > chosen.after]
-    rows = [await _resource(store, item) for item in behind[:PAGE]]
-    return ResourcesView(resources=rows, next={"after": rows[-1].name} if len(behind) > PAGE else {})
+    return ResourcesView(resources=[await _resource(store, item) for item in every])
 
 
 async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> VersionsView:
