@@ -282,12 +282,10 @@ def _member(run: _Run, other: _Run, rewards: Sequence[float], largest: float) ->
 
 def _why(run: _Run, advantage: float | None, rewards: Sequence[float]) -> str:
     """Return how a rollout's reward stands in its group, and what training did with its answers."""
-    said = [standing(run.reward, rewards)]
+    said = [standing(run.reward, rewards, advantage)]
     if run.reward is None:
         said.append("It has no reward.")
-    if advantage:
-        said.append(f"Training made its answers {'more' if advantage > 0 else 'less'} likely.")
-    elif advantage is None:
+    if advantage is None:
         notes = dict.fromkeys(use.note for use in run.uses.values() if use.row < 0 and use.note)
         said.append(f"It did not train: {'; '.join(notes)}." if notes else "No step has trained on it.")
     return " ".join(filter(None, said))

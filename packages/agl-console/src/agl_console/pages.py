@@ -11,15 +11,16 @@ from aiohttp import web
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from agl.contracts import Moments
 from agl.errors import AglError, ConfigError, NotFoundError
 from agl.hints import count_of
-from agl.schemas import Record, to_builtins
-from agl_console.figures import HEIGHT, WIDTH, Line, sparks
+from agl.schemas import Record, to_json
+from agl_console.figures import HEIGHT, WIDTH, Line, sparks, step_at
 from agl_console.learning import LABELS
 from agl_console.reading import TAG
 from agl_console.views import View
 from agl_inspect.advice.suggestions import VALIDATE
-from agl_inspect.text import ends, visible
+from agl_inspect.text import ends, parts_text, visible
 
 _NONE = "\N{EN DASH}"
 """The text that is shown for an unknown number or time."""
@@ -45,6 +46,7 @@ class Pages:
         self._templates.filters.update(
             dict[str, Any](ends=ends, quantity=count_of, ago=ago, spark=spark, words=words, tagged=TAG.split)
         )
+        self._templates.filters.update(dict[str, Any](mean=mean, parts=parts_text, stepped=stepped, step_at=step_at))
         self._templates.globals["link"] = link
         self._store = store
 
@@ -166,9 +168,24 @@ def words(name: str) -> str:
     return "validation" if name == VALIDATE else LABELS.get(name, name.replace("_", " "))
 
 
-def data(value: Any) -> Any:
-    """Convert records to values that ``tojson`` accepts."""
-    return to_builtins(value)
+def mean(values: Moments) -> float | None:
+    """Return the mean of some values; ``None`` without any."""
+    return values.mean if values.count else None
+
+
+def stepped(algorithm: str, step: int | None) -> str:
+    """Return a step as ``grpo 12``; a validation as the number of steps before it."""
+    if algorithm == VALIDATE and step is not None:
+        return f"validation after {count_of(step, 'step')}" if step else "validation before the first step"
+    return " ".join([algorithm or "no algorithm", *([] if step is None else [str(step)])])
+
+
+def data(value: Record) -> Markup:
+    """Return a record as JSON for a script element, which no text in it can end."""
+    return Markup(to_json(value).decode().translate(_INERT))
+
+
+_INERT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def _inert(value: Any) -> Any:

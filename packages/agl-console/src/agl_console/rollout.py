@@ -177,7 +177,9 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
     first, last = ends_of(page)
     rows = [summary_of(row, uses) for row in episode.rows]
     records = training_of(every)
-    said = standing(episode.reward, group) if rollout.mode == "train" else ""
+    advantages = {use.advantage for use in uses.values() if use.advantage is not None}
+    only = advantages.pop() if len(advantages) == 1 else None
+    said = standing(episode.reward, group, only) if rollout.mode == "train" else ""
     if any(each.is_trained for each in records) and all(each.is_silent for each in records):
         counts = f"{sum(row.sampled for row in rows):,} of {sum(row.tokens for row in rows):,} tokens"
         said = f"{counts} could train; none changed the model{reason_of_silence(group)}."

@@ -18,7 +18,6 @@ from agl_console.learning import LearningFilter, learning_view
 from agl_console.rollout import RolloutFilter, SpanView, rollout_tokens_view, rollout_view, span_view
 from agl_console.rollouts import RolloutsFilter, rollouts_view
 from agl_console.runs import RunsFilter, runs_view
-from agl_console.system import SystemFilter, system_view
 from agl_console.tokens import TokensFilter, TokensView
 from agl_console.versions import ResourcesFilter, VersionsFilter, resources_view, versions_view
 from agl_console.vocabulary import Vocabularies
@@ -71,7 +70,6 @@ _VIEWS: tuple[tuple[str, str, Callable[..., Awaitable[Record]], type[Record]], .
     ("/", "runs.html", runs_view, RunsFilter),
     ("/runs/([^/]+)", "learning.html", learning_view, LearningFilter),
     ("/runs/([^/]+)/agents", "agents.html", agents_view, AgentsFilter),
-    ("/runs/([^/]+)/system", "system.html", system_view, SystemFilter),
     ("/rollouts", "rollouts.html", rollouts_view, RolloutsFilter),
     ("/rollouts/([^/]+)", "rollout.html", rollout_view, RolloutFilter),
     ("/rollouts/([^/]+)/tokens", "tokens.html", rollout_tokens_view, TokensFilter),
