@@ -28,7 +28,9 @@ def test_work_goes_on_after_the_server_was_killed(server, url: str, monkeypatch:
 
 
 @pytest.mark.parametrize(("seed", "cuts"), [(1, 40), pytest.param(2, 500, marks=pytest.mark.soak)])
-def test_connections_that_are_cut_at_random_lose_and_repeat_nothing(server, url: str, seed: int, cuts: int) -> None:
+async def test_connections_that_are_cut_at_random_lose_and_repeat_nothing(
+    server, url: str, seed: int, cuts: int
+) -> None:
     draw = random.Random(seed)
 
     def cut(number: int) -> None:
@@ -40,23 +42,20 @@ def test_connections_that_are_cut_at_random_lose_and_repeat_nothing(server, url:
                     "WHERE application_name = 'agl' ORDER BY random() LIMIT 1) AS one"
                 )
 
-    async def body() -> None:
-        stores = [PostgresStore(f"{url}&readers=2") for _ in range(3)]
-        until, done = asyncio.Event(), list[str]()
-        workers = [
-            asyncio.create_task(work(store, f"{at}{number}", until, done))
-            for at, store in enumerate(stores)
-            for number in range(3)
-        ]
-        await asyncio.to_thread(cut, cuts)
-        until.set()
-        await asyncio.gather(*workers)
-        assert len(done) > 9
-        await check(stores[0], done)
-        for store in stores:
-            await store.close()
-
-    asyncio.run(body())
+    stores = [PostgresStore(f"{url}&readers=2") for _ in range(3)]
+    until, done = asyncio.Event(), list[str]()
+    workers = [
+        asyncio.create_task(work(store, f"{at}{number}", until, done))
+        for at, store in enumerate(stores)
+        for number in range(3)
+    ]
+    await asyncio.to_thread(cut, cuts)
+    until.set()
+    await asyncio.gather(*workers)
+    assert len(done) > 9
+    await check(stores[0], done)
+    for store in stores:
+        await store.close()
 
 
 @pytest.mark.parametrize("is_lost_before", [True, False])
@@ -142,29 +141,26 @@ def test_transaction_that_a_crash_undid_is_not_mistaken_for_one_that_got_its_id(
     asyncio.run(body())
 
 
-def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
+async def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
     server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agl_store_sqlite.sql.servers.RESTART_WAIT_S", 1.0)
 
-    async def body() -> None:
-        store = PostgresStore(url)
-        await store.enqueue([Rollout(rollout_id="a", task=None)])
-        await asyncio.to_thread(server.stop)
-        try:
-            with pytest.raises(StoreError, match="cannot be reached"):
-                await store.enqueue([Rollout(rollout_id="b", task=None)])
-            with pytest.raises(StoreError, match="cannot be reached"):
-                await store.cursor()
-            monkeypatch.setattr("agl_store_sqlite.sql.servers.RESTART_WAIT_S", 30.0)
-            waiting = asyncio.create_task(store.claim(worker="w", wait_s=30))
-            await asyncio.sleep(0.2)
-            begin = time.monotonic()
-            await store.close()
-            with pytest.raises(StoreError):
-                await waiting
-            assert time.monotonic() - begin < 20
-        finally:
-            await asyncio.to_thread(server.start)
-
-    asyncio.run(body())
+    store = PostgresStore(url)
+    await store.enqueue([Rollout(rollout_id="a", task=None)])
+    await asyncio.to_thread(server.stop)
+    try:
+        with pytest.raises(StoreError, match="cannot be reached"):
+            await store.enqueue([Rollout(rollout_id="b", task=None)])
+        with pytest.raises(StoreError, match="cannot be reached"):
+            await store.cursor()
+        monkeypatch.setattr("agl_store_sqlite.sql.servers.RESTART_WAIT_S", 30.0)
+        waiting = asyncio.create_task(store.claim(worker="w", wait_s=30))
+        await asyncio.sleep(0.2)
+        begin = time.monotonic()
+        await store.close()
+        with pytest.raises(StoreError):
+            await waiting
+        assert time.monotonic() - begin < 20
+    finally:
+        await asyncio.to_thread(server.start)

@@ -160,24 +160,23 @@ def test_store_goes_to_the_new_primary_when_its_own_becomes_a_replica(pair: tupl
     assert b"2" == replica.run("HGET", "{agl}:meta", "seq")
 
 
-def test_primary_that_stays_a_replica_is_named(pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_primary_that_stays_a_replica_is_named(
+    pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
     primary, replica = pair
     for module in ("agl_store_sqlite.sql.servers", "agl_store_redis.writer"):
         monkeypatch.setattr(f"{module}.RESTART_WAIT_S", 0.5)
 
-    async def body() -> None:
-        store = RedisStore(primary.url())
-        await store.enqueue([Rollout(rollout_id="a", task=None)])
-        replica.run("REPLICAOF", "NO", "ONE")
-        primary.run("REPLICAOF", "127.0.0.1", replica.port)
-        calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=None)]) for at in range(60)]
-        begin = time.monotonic()
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        assert time.monotonic() - begin < 15, "calls that wait together wait once"
-        assert {(StoreError, True)} == {(type(each), "is a replica; name the primary" in str(each)) for each in answers}
-        await store.close()
-
-    asyncio.run(body())
+    store = RedisStore(primary.url())
+    await store.enqueue([Rollout(rollout_id="a", task=None)])
+    replica.run("REPLICAOF", "NO", "ONE")
+    primary.run("REPLICAOF", "127.0.0.1", replica.port)
+    calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=None)]) for at in range(60)]
+    begin = time.monotonic()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert time.monotonic() - begin < 15, "calls that wait together wait once"
+    assert {(StoreError, True)} == {(type(each), "is a replica; name the primary" in str(each)) for each in answers}
+    await store.close()
 
 
 def test_closed_store_leaves_no_mark_of_its_writer(server: Server, url: str) -> None:
