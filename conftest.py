@@ -1,8 +1,10 @@
-"""Settings of all tests: property tests have no time limit, and certificates are read once per process.
+"""Settings of all tests: coroutines are tests, property tests have no time limit, and certificates are read once.
 
 The tests of stores that take many seconds for each store are long ones.
 """
 
+import asyncio
+import inspect
 import os
 import ssl
 from functools import cache
@@ -12,6 +14,9 @@ from hypothesis import HealthCheck, settings
 
 EXAMPLES = int(os.environ.get("AGL_EXAMPLES", "30"))
 """Examples of a property test; ``nox -s everything`` tries 100."""
+
+TEST_LIMIT_S = 600.0
+"""Seconds that a coroutine test may take; the mark ``timeout`` gives it another limit."""
 
 # On a busy machine, a limit per example fails for no fault of the code.
 settings.register_profile("patient", deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
@@ -27,6 +32,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.name.partition("[")[0] in LONG:
             item.add_marker(pytest.mark.long)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run each coroutine test in a new event loop, with a time limit unless it is a soak test."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    marked = pyfuncitem.get_closest_marker("timeout")
+    is_soak = pyfuncitem.get_closest_marker("soak") is not None
+    limit_s = marked.args[0] if marked else None if is_soak else TEST_LIMIT_S
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), limit_s))
+    return True
 
 
 _create = ssl.create_default_context

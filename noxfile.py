@@ -278,7 +278,7 @@ def everything(session: nox.Session) -> None:
 
 
 def run_side_by_side(session: nox.Session, names: Sequence[str], options: Callable[[str], list[str]]) -> None:
-    """Run sessions, one more at a time than there are cores, since tests wait, and at most four.
+    """Run sessions, two more at a time than there are cores, since tests wait, and at most five.
 
     ``options`` are those of pytest for each.
 
@@ -291,7 +291,7 @@ def run_side_by_side(session: nox.Session, names: Sequence[str], options: Callab
     def command(name: str, *more: str) -> list[str]:
         return nox_session(name, [*options(name), *arguments, *more])
 
-    lanes = min(4, 1 + (os.cpu_count() or 1))
+    lanes = min(5, 2 + (os.cpu_count() or 1))
     ended = SideBySide(names, lanes=lanes, command=command).run(session.log)
     retry = ("--last-failed", "--last-failed-no-failures=all")
     ended = try_failed_again(ended, session.log, command=lambda name: command(name, *retry))
@@ -338,7 +338,7 @@ ENGINE = [f"packages/{name}/tests" for name in CORE if name != "agl-data"]
 AROUND = [
     f"packages/{name}/tests"
     for name in (
-        *("agl-gateway", "agl-data", "agl-sinks", "agl-rewards", "agl-algo-apo", "agl-console", "agl-store-redis"),
+        *("agl-data", "agl-sinks", "agl-rewards", "agl-algo-apo", "agl-console", "agl-store-redis"),
         *("agl-vllm", "agl-harness", "agl-learn"),
     )
 ]
@@ -347,7 +347,7 @@ AROUND = [
 
 def joint(session: nox.Session) -> Environment:
     """The environment of all light packages, in which a change is tested; each has one of its own in ``everything``."""
-    named = (*CORE, *(folder.split("/")[1] for folder in AROUND))
+    named = (*LIGHT, *(folder.split("/")[1] for folder in AROUND))
     needs = [need for name in PLUGINS if f"packages/{name}/tests" in AROUND for need in PLUGINS[name]]
     clients = [*CLIENTS, *UNRECORDED, GOOGLE, OTLP_EXPORTER, SCHEMATHESIS, TRUSTME, PLOT, TERMINAL, VILLE, *FITTED]
     return environment(session, [*ours(*named), *TEST_TOOLS, *clients, *needs])
@@ -361,7 +361,7 @@ def engine(session: nox.Session) -> None:
 
 @nox.session
 def around(session: nox.Session) -> None:
-    """The light packages around the engine: gateway, data, sinks, rewards, prompts, console and others."""
+    """The light packages around the engine: data, sinks, rewards, prompts, console and others."""
     pytest(session, joint(session), *AROUND, "worlds")
 
 
@@ -770,15 +770,15 @@ def soak(session: nox.Session) -> None:
 
 
 QUICK = [
-    *("lint", "types", "types-torch", "engine", "around", "torch", "docs", "example(calc)"),
+    *("lint", "types", "types-torch", "engine", "around", "gateway", "torch", "docs", "example(calc)"),
     *(f"adapter({package}-newest)" for package in ADAPTERS),
 ]
 """The sessions that ``tests`` runs, without their long tests."""
 
-LONG = ["engine", "torch", "docs"]
+LONG = ["engine", "gateway", "torch", "docs"]
 """Sessions of which ``everything`` runs the long tests only."""
 
-ALONE = ["gateway", *(f"plugin({package})" for package in PLUGINS if f"packages/{package}/tests" in AROUND)]
+ALONE = [f"plugin({package})" for package in PLUGINS if f"packages/{package}/tests" in AROUND]
 """Sessions of single packages of ``around``; ``everything`` runs their long tests, and those marked ``alone``."""
 
 REST = [

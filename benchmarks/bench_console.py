@@ -50,7 +50,6 @@ VIEWS = {
     "runs": "/",
     "learning": "/runs/large",
     "agents": "/runs/large/agents",
-    "system": "/runs/large/system",
     "rollouts": "/rollouts?experiment=large",
     "rollouts of a step": "/rollouts?experiment=large&algorithm=grpo&step=7",
     "rollouts by reward": "/rollouts?experiment=large&low=0.9",

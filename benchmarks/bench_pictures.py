@@ -1,7 +1,7 @@
 """Growth of a SQLite store by pictures: rollouts over 100 pictures, compared with the same rollouts without them.
 
-A rollout is one call with one picture, recorded as the gateway records it. The pictures are random bytes, which
-compress as little as real ones.
+A rollout is one call with one picture, or a conversation with one more picture in each turn, recorded as the gateway
+records it. The pictures are random bytes, which compress as little as real ones.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from agl_store_sqlite import SQLiteStore
 from benchmarks._harness import Figure, table
 from benchmarks.bench_store import start, text_call
 
-PICTURES, BATCH = 100, 500
+PICTURES, BATCH, CONVERSATIONS = 100, 500, 10
 PLACEHOLDER, PROCESSOR = pack_ids([151_655]), "Qwen2VLProcessor 5.23.0 1a2b3c4d"
 
 
@@ -94,6 +94,41 @@ async def disk_bytes(path: Path, pictures: Sequence[Shown | None], *, rollouts: 
     return path.stat().st_size
 
 
+def conversation(pictures: Sequence[Shown | None], *, tokens: int) -> list[ModelCall]:
+    """The calls of a conversation that shows one picture more in each turn."""
+    calls: list[ModelCall] = []
+    messages, ids, inputs, media = list[Json](), b"", tuple[str, ...](), tuple[MediaSpan, ...]()
+    for at, picture in enumerate(pictures):
+        own = call_of(at, picture, tokens=tokens)
+        media += tuple(replace(each, offset=len(ids) // 4) for each in own.media)
+        messages, ids, inputs = [*messages, *own.request["messages"]], ids + own.prompt_ids, inputs + own.inputs
+        request = {"model": "main", "messages": messages}
+        calls.append(replace(own, request=request, prompt_ids=ids, inputs=inputs, media=media))
+        messages, ids = [*messages, own.response["choices"][0]["message"]], ids + own.response_ids
+    return calls
+
+
+async def conversation_bytes(path: Path, pictures: Sequence[Shown | None], *, tokens: int) -> int:
+    """The size of the file with ten conversations over all pictures, without the pictures' own bytes."""
+    store = SQLiteStore(f"sqlite:///{path}")
+    for each in await start(store, CONVERSATIONS):
+        for at, call in enumerate(conversation(pictures, tokens=tokens)):
+            span = Span(rollout_id=each, attempt_id=f"{each}.1", span_id=f"{at:016x}", name="chat", call=call)
+            await store.append_spans([span])
+    await store.close()
+    return path.stat().st_size
+
+
+def turns(folder: Path, kind: Kind) -> Figure:
+    """By how much a turn's own picture makes the store grow in a conversation."""
+    with_pictures, without = (
+        asyncio.run(conversation_bytes(folder / f"talk-{at}.db", shown, tokens=kind.tokens))
+        for at, shown in enumerate((kind.recorded(), [None] * PICTURES))
+    )
+    each = (with_pictures - without) / PICTURES / CONVERSATIONS
+    return Figure(name=f"a turn with a picture, of {PICTURES} such turns", value=each, unit="bytes", better="lower")
+
+
 def growth(folder: Path, kind: Kind, *, rollouts: int) -> list[Figure]:
     """By how much the store grows: for each byte of the pictures, and for each rollout beyond these bytes."""
     pictures = kind.recorded()
@@ -110,10 +145,11 @@ def growth(folder: Path, kind: Kind, *, rollouts: int) -> list[Figure]:
 
 
 def run(*, quick: bool) -> list[Figure]:
-    """Two figures for each kind of pictures."""
+    """Two figures for each kind of pictures, and one for conversations."""
     rollouts = 1000 if quick else 10_000
     with tempfile.TemporaryDirectory() as folder:
-        return [figure for kind in KINDS for figure in growth(Path(folder), kind, rollouts=rollouts)]
+        figures = [figure for kind in KINDS for figure in growth(Path(folder), kind, rollouts=rollouts)]
+        return [*figures, turns(Path(folder), KINDS[-1])]
 
 
 if __name__ == "__main__":

@@ -64,6 +64,11 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
         answered = {span.span_id for span in self.calls}
         return [item.agent for item in self.episode.transitions if item.span_id in answered]
 
+    @property
+    def who(self) -> list[tuple[str, str]]:
+        """The agent and the path of every call that trains, sorted."""
+        return sorted((item.agent, "/".join(item.path)) for item in self.episode.transitions if not item.reject)
+
     def named(self, name: str) -> list[Span]:
         """Return the spans of that name."""
         return [span for span in self.spans if span.name == name]
@@ -165,7 +170,7 @@ async def _one(runner: AsyncRunner, store: Store, gateway: Any, rollout: Rollout
     spans.sort(key=lambda span: (span.start_ns, span.sequence))
     ended = (await store.attempts(rollout.rollout_id))[-1]
     episode = build_episode(rollout, ended, spans)
-    return Played(rollout=rollout, attempt=attempt, outcome=outcome, spans=spans, episode=episode)
+    return Played(rollout=rollout, attempt=ended, outcome=outcome, spans=spans, episode=episode)
 
 
 def check_rollouts(played: Sequence[Played], server: ScriptedModelServer, *, marker: str = "marker") -> None:
@@ -234,7 +239,14 @@ def _ids_of(parts: list[Any]) -> tuple[list[int], list[int]]:
     prompt: list[int] = []
     response: list[int] = []
     for part in parts:
+        answer = part.get("response", part)
+        if "output_messages" in answer:
+            return _tokens_of(answer["input_messages"]), _tokens_of(answer["output_messages"])
         prompt = part.get("prompt_token_ids") or prompt
         for choice in part.get("choices", ()):
             response += choice.get("token_ids") or ()
     return prompt, response
+
+
+def _tokens_of(messages: list[Any]) -> list[int]:
+    return [token for message in messages for token in message["tokens"]]

@@ -16,43 +16,18 @@ from agl_testing.plugins import PluginFolder
 
 TOY = '''
 import asyncio
-import msgspec
 import agl
-from agl.contracts import ServedModel, StepReport
+from agl.contracts import StepReport
 from agl.schemas import Weights
+from agl_testing.toys import ToyAlgorithm, ToyPolicy
 
 
-class Served:
-    """Serves an endpoint that runs elsewhere, and remembers which version it was told to load."""
-
-    def __init__(self, *, name, base_url, model="scripted"):
-        self._served = ServedModel(base_urls=(base_url,), model=model, version="initial")
-
-    async def start(self):
-        return self._served
-
-    async def stop(self):
-        pass
-
-    async def load(self, version):
-        self._served = msgspec.structs.replace(self._served, version=version.version)
-        return self._served
-
-    def resource(self):
-        return Weights(uri="none")
-
-    has_token_ids = True
-
-
-class Counter:
+class Counter(ToyAlgorithm):
     """Trains nothing: adds up the rewards of the rollouts that it consumed, and publishes the sum as its weights."""
 
     def __init__(self, *, steps: int = 20, tasks_per_step: int = 3, pause_s: float = 0.0):
         self._steps, self._tasks, self._pause = steps, tasks_per_step, pause_s
         self._step, self._sum, self._tokens = 0, 0.0, 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         step = self._step + 1
@@ -76,9 +51,6 @@ class Counter:
     async def restore(self, state):
         self._step, self._sum, self._tokens = state["step"], state["sum"], state["tokens"]
 
-    async def close(self):
-        pass
-
 
 @agl.hookimpl
 def agl_algorithms():
@@ -87,7 +59,7 @@ def agl_algorithms():
 
 @agl.hookimpl
 def agl_policies():
-    yield agl.PolicyEntry(name="served", factory=Served, trains=True)
+    yield agl.PolicyEntry(name="served", factory=ToyPolicy, trains=True)
 '''
 
 AGENT = '''

@@ -16,18 +16,16 @@ from agl_testing.plugins import PluginFolder
 PLUGIN = '''
 import agl
 from agl.contracts import StepReport
+from agl_testing.toys import ToyAlgorithm
 
 SEEN = []
 
 
-class Silent:
+class Silent(ToyAlgorithm):
     """Finishes steps that teach nothing."""
 
     def __init__(self, *, steps):
         self._steps, self._step = steps, 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         self._step += 1
@@ -37,15 +35,6 @@ class Silent:
 
     def has_more(self, state, *, tasks, sources_go_on):
         return self._steps > state["step"]
-
-    def state(self):
-        return {"step": self._step}
-
-    async def restore(self, state):
-        self._step = state["step"]
-
-    async def close(self):
-        pass
 
 
 @agl.hookimpl

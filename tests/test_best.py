@@ -18,7 +18,9 @@ from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery, Store
 from agl.schemas import PromptTemplate, Rollout, Span
 from agl_inspect.advice.suggestions import read_alerts
+from agl_inspect.records.validations import read_validations
 from agl_inspect.terminal.program import cli
+from agl_inspect.text import parts_text
 from agl_run import FitResult, Progress, Quiet
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.plugins import PluginFolder
@@ -31,20 +33,17 @@ import signal
 from pathlib import Path
 
 import agl
-from agl import semconv
 from agl.contracts import StepReport
 from agl.schemas import PromptTemplate
+from agl_testing.toys import ToyAlgorithm
 
 
-class Scripted:
+class Scripted(ToyAlgorithm):
     """Publishes the text of each step; a text is the share of the validation tasks that it solves."""
 
     def __init__(self, *, texts, kept_in="", dies_in=""):
         self._texts, self._kept_in, self._dies_in = texts, kept_in, dies_in
         self._step, self._rate, self._from = 0, 1.0, 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         context, self._step = self._context, self._step + 1
@@ -71,9 +70,6 @@ class Scripted:
 
     def has_more(self, state, *, tasks, sources_go_on):
         return state["step"] < len(self._texts)
-
-    async def close(self):
-        pass
 
 
 class Reversible(Scripted):
@@ -182,6 +178,22 @@ def test_every_validated_version_keeps_its_score(fit: Callable[..., Any], tmp_pa
     ] == [(score.version, pytest.approx(score.mean)) for score in scores]
     assert {("validation", TASKS)} == {(score.how, score.n) for score in scores}
     assert all(score.low < score.mean < score.high for score in scores)
+
+
+def test_scores_keep_the_parts_of_their_rewards(fit: Callable[..., Any], tmp_path: Path) -> None:
+    def graded(task: int, prompt: PromptTemplate, rollout: Rollout) -> float:
+        share = solve(task, prompt, rollout)
+        agl.emit_reward({"right": share, "right.exact": 0.0, "form": 1.0}, primary="right")
+        return share
+
+    fit("0.2", "0.9", agent=graded)
+
+    scores = look(tmp_path, lambda store: store.scores("prompt"))
+    assert ["right 2 of 20, form 20 of 20", "right 4 of 20, form 20 of 20", "right 18 of 20, form 20 of 20"] == [
+        parts_text(score.parts) for score in scores
+    ]
+    (kept, *_) = look(tmp_path, lambda store: read_validations(store, "kept", 1))
+    assert kept.parts == scores[0].parts
 
 
 @pytest.mark.parametrize(("final", "live", "after"), [("best", 2, 0.9), ("last", 3, 0.4)])
@@ -406,9 +418,8 @@ import sys
 from pathlib import Path
 
 import agl
-from agl import semconv
 from agl.algorithms import algorithm
-from agl.schemas import PromptTemplate, Rollout, Span
+from agl.schemas import PromptTemplate, Rollout
 from agl_run import Quiet
 
 TASKS = 20

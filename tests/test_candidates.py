@@ -18,11 +18,12 @@ import asyncio
 import agl
 from agl.contracts import StepReport
 from agl.schemas import PromptTemplate
+from agl_testing.toys import ToyAlgorithm
 
 LOG = []
 
 
-class Chooser:
+class Chooser(ToyAlgorithm):
     """Tries two prompts at once on the same tasks, and says what each of them got."""
 
     def __init__(self, *, key="", name="prompt", endpoint=""):
@@ -48,17 +49,8 @@ class Chooser:
         context.say("chosen")
         return StepReport(step=1, is_finished=True, stop_reason="done")
 
-    def state(self):
-        return {}
 
-    async def restore(self, state):
-        pass
-
-    async def close(self):
-        pass
-
-
-class Breaker:
+class Breaker(ToyAlgorithm):
     """Publishes, then breaks in the step after it, once."""
 
     is_whole = False
@@ -73,15 +65,6 @@ class Breaker:
             raise RuntimeError("broke")
         await self._context.publish("prompt", PromptTemplate(template="good"), step=self._step)
         return StepReport(step=self._step, is_finished=self._step == 2)
-
-    def state(self):
-        return {"step": self._step}
-
-    async def restore(self, state):
-        self._step = state["step"]
-
-    async def close(self):
-        pass
 
 
 @agl.hookimpl

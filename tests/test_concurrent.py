@@ -23,16 +23,14 @@ import asyncio
 import agl
 from agl.contracts import StepReport
 from agl.schemas import PromptTemplate
+from agl_testing.toys import ToyAlgorithm
 
 
-class Paced:
+class Paced(ToyAlgorithm):
     """Publishes a text with each step, which takes its time; `collects` runs the agent before."""
 
     def __init__(self, *, texts, pause_s=0.0, collects=False):
         self._texts, self._pause_s, self._collects, self._step = texts, pause_s, collects, 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         context, self._step = self._context, self._step + 1
@@ -48,15 +46,6 @@ class Paced:
             trained=tuple(episode.rollout.rollout_id for episode in episodes),
             stop_reason="all texts are published" if is_finished else "",
         )
-
-    def state(self):
-        return {"step": self._step}
-
-    async def restore(self, state):
-        self._step = state["step"]
-
-    async def close(self):
-        pass
 
 
 @agl.hookimpl

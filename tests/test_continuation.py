@@ -23,16 +23,14 @@ PLUGIN = '''
 import agl
 from agl.contracts import StepReport
 from agl.schemas import PromptTemplate
+from agl_testing.toys import ToyAlgorithm
 
 
-class Fixed:
+class Fixed(ToyAlgorithm):
     """Appends its word to the prompt that it tunes, once per step; breaks at a step, or with -step in its middle."""
 
     def __init__(self, *, steps, word, breaks_at=0):
         self._steps, self._word, self._breaks_at, self._step = steps, word, breaks_at, 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         context, self._step = self._context, self._step + 1
@@ -58,9 +56,6 @@ class Fixed:
     async def restore(self, state):
         self._step = state["step"]
         self._context.say("restored")
-
-    async def close(self):
-        pass
 
 
 class Longer(Fixed):

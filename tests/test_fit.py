@@ -31,18 +31,16 @@ LEARNERS = '''
 import agl
 from agl.contracts import StepReport
 from agl.schemas import PromptTemplate
+from agl_testing.toys import ToyAlgorithm
 
 LOG = []
 
 
-class Writer:
+class Writer(ToyAlgorithm):
     """Learns nothing: collects, then writes its step into the prompt that it tunes."""
 
     def __init__(self, *, steps: int = 2, fails_at: int = 0):
         self._steps, self._fails_at, self._step = steps, fails_at, 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         context, self._step = self._context, self._step + 1
@@ -60,15 +58,6 @@ class Writer:
             trained=tuple(episode.rollout.rollout_id for episode in episodes),
         )
 
-    def state(self):
-        return {"step": self._step}
-
-    async def restore(self, state):
-        self._step = state["step"]
-
-    async def close(self):
-        pass
-
 
 @agl.hookimpl
 def agl_algorithms():
@@ -80,7 +69,6 @@ def agl_algorithms():
 SCRIPT = """
 import agl
 from agl.algorithms import algorithm
-from agl_run import Quiet
 
 async def solve(task, prompt):
     return float(task == prompt.template)

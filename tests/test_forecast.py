@@ -27,16 +27,14 @@ from agl_testing.plugins import PluginFolder
 LEARNER = '''
 import agl
 from agl.contracts import StepReport
+from agl_testing.toys import ToyAlgorithm
 
 
-class Collecting:
+class Collecting(ToyAlgorithm):
     """Learns nothing: collects groups of rollouts, and logs the tokens that would have trained."""
 
     def __init__(self, *, steps: int = 1, tasks_per_step: int = 8, group_size: int = 4):
         self._steps, self._tasks, self._size, self._step = steps, tasks_per_step, group_size, 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         context, self._step = self._context, self._step + 1
@@ -48,15 +46,6 @@ class Collecting:
             "rows": float(len(rows)),
         }
         return StepReport(step=self._step, is_finished=self._step >= self._steps, metrics=metrics)
-
-    def state(self):
-        return {"step": self._step}
-
-    async def restore(self, state):
-        self._step = state["step"]
-
-    async def close(self):
-        pass
 
 
 class Sized(Collecting):
@@ -109,32 +98,12 @@ def agl_algorithms():
 
 POLICY = """
 import agl
-from agl.contracts import ServedModel
-from agl.schemas import Weights
-
-
-class Served:
-    has_token_ids = True
-
-    def __init__(self, *, name, base_url):
-        self._served = ServedModel(base_urls=(base_url,), model="scripted", version="initial")
-
-    async def start(self):
-        return self._served
-
-    async def stop(self):
-        pass
-
-    async def load(self, version):
-        return self._served
-
-    def resource(self):
-        return Weights(uri="none")
+from agl_testing.toys import ToyPolicy
 
 
 @agl.hookimpl
 def agl_policies():
-    yield agl.PolicyEntry(name="served-here", factory=Served, trains=True)
+    yield agl.PolicyEntry(name="served-here", factory=ToyPolicy, trains=True)
 """
 
 AGENT = """

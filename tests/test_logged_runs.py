@@ -20,16 +20,14 @@ STEPPER = '''
 import agl
 from agl.contracts import StepReport
 from agl.schemas import PromptTemplate
+from agl_testing.toys import ToyAlgorithm
 
 
-class Stepper:
+class Stepper(ToyAlgorithm):
     """Publishes a prompt at every step, and reports ``level`` as its reward."""
 
     def __init__(self, *, steps: int = 2, level: float = 0.0, fails_at: int = 0):
         self._steps, self._level, self._fails_at, self._step = steps, level, fails_at, 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         self._step += 1
@@ -39,15 +37,6 @@ class Stepper:
         await self._context.publish(name, PromptTemplate(template=f"{self._level} {self._step}"), step=self._step)
         is_finished = self._step >= self._steps
         return StepReport(step=self._step, is_finished=is_finished, metrics={"reward": self._level})
-
-    def state(self):
-        return {"step": self._step}
-
-    async def restore(self, state):
-        self._step = state["step"]
-
-    async def close(self):
-        pass
 
 
 @agl.hookimpl

@@ -162,31 +162,20 @@ PLUGIN = '''
 import agl
 from agl.contracts import StepReport
 from agl.schemas import PromptTemplate
+from agl_testing.toys import ToyAlgorithm
 
 
-class Dial:
+class Dial(ToyAlgorithm):
     """Writes its rate into the prompt, in one step."""
 
     def __init__(self, *, lr, loss="plain"):
         self._lr, self._step = lr, 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         self._step += 1
         prompt = PromptTemplate(template=f"{self._lr} {{question}}")
         await self._context.publish("prompt", prompt, step=self._step)
         return StepReport(step=self._step, is_finished=True, metrics={"reward": 0.9})
-
-    def state(self):
-        return {}
-
-    async def restore(self, state):
-        pass
-
-    async def close(self):
-        pass
 
 
 @agl.hookimpl

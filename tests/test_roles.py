@@ -20,42 +20,17 @@ PLUGIN = '''
 import json
 from pathlib import Path
 
-import msgspec
 import agl
-from agl.contracts import ServedModel, StepReport
+from agl.contracts import StepReport
 from agl.schemas import Weights
+from agl_testing.toys import ToyAlgorithm, ToyPolicy
 
 
-class Served:
-    """A policy in training that answers from elsewhere; remembers what it was told to load."""
-
-    def __init__(self, *, name, base_url, model):
-        self._served = ServedModel(base_urls=(base_url,), model=model, version="initial")
-
-    async def start(self):
-        return self._served
-
-    async def stop(self):
-        pass
-
-    async def load(self, version):
-        self._served = msgspec.structs.replace(self._served, version=version.version)
-        return self._served
-
-    def resource(self):
-        return Weights(uri="none")
-
-    has_token_ids = True
-
-
-class Learner:
+class Learner(ToyAlgorithm):
     """Writes down what it would train on: the agent, the policy, the credit and the baseline of every call."""
 
     def __init__(self, *, log):
         self._log, self._step = Path(log), 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         context, step = self._context, self._step + 1
@@ -76,15 +51,6 @@ class Learner:
         trained = tuple(episode.rollout.rollout_id for episode in collected.episodes)
         return StepReport(step=step, is_finished=step >= 2, trained=trained)
 
-    def state(self):
-        return {"step": self._step}
-
-    async def restore(self, state):
-        self._step = state["step"]
-
-    async def close(self):
-        pass
-
 
 @agl.hookimpl
 def agl_algorithms():
@@ -93,7 +59,7 @@ def agl_algorithms():
 
 @agl.hookimpl
 def agl_policies():
-    yield agl.PolicyEntry(name="served", factory=Served, trains=True)
+    yield agl.PolicyEntry(name="served", factory=ToyPolicy, trains=True)
 '''
 
 AGENT = '''
@@ -272,29 +238,18 @@ params = {{ log = {json.dumps(str(folder / "log.jsonl"))} }}
 PROMPTS = """
 import agl
 from agl.contracts import StepReport
+from agl_testing.toys import ToyAlgorithm
 
 
-class Prompts:
+class Prompts(ToyAlgorithm):
     needs_token_ids = False
 
     def __init__(self, *, roles=None):
         pass
 
-    async def setup(self, context):
-        self._context = context
-
     async def step(self):
         await self._context.collect(self._context.train, step=1, keeps_all=True)
         return StepReport(step=1, is_finished=True)
-
-    def state(self):
-        return {}
-
-    async def restore(self, state):
-        pass
-
-    async def close(self):
-        pass
 
 
 @agl.hookimpl

@@ -21,18 +21,16 @@ import asyncio
 import agl
 from agl.contracts import StepReport
 from agl.schemas import PromptTemplate
+from agl_testing.toys import ToyAlgorithm
 
 LOG = []
 
 
-class Payer:
+class Payer(ToyAlgorithm):
     """Collects, and writes its step into the prompt that it tunes."""
 
     def __init__(self, *, steps=3, pause_s=0.0):
         self._steps, self._pause, self._step = steps, pause_s, 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         context, self._step = self._context, self._step + 1
@@ -41,24 +39,12 @@ class Payer:
         await context.publish(context.tunes[0], PromptTemplate(template=f"{self._step}"), step=self._step)
         return StepReport(step=self._step, is_finished=self._step >= self._steps)
 
-    def state(self):
-        return {"step": self._step}
 
-    async def restore(self, state):
-        self._step = state["step"]
-
-    async def close(self):
-        pass
-
-
-class Student:
+class Student(ToyAlgorithm):
     """Only reads what others paid for."""
 
     def __init__(self, *, max_age=None, fails_at=0):
         self._max_age, self._fails_at, self._step, self._seen = max_age, fails_at, 0, {}
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         context = self._context
@@ -77,9 +63,6 @@ class Student:
 
     async def restore(self, state):
         self._step, self._seen = state["step"], state["seen"]
-
-    async def close(self):
-        pass
 
 
 @agl.hookimpl

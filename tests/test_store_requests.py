@@ -26,29 +26,18 @@ SECRET = b"a secret for counting what is asked"
 LEARNER = '''
 import agl
 from agl.contracts import StepReport
+from agl_testing.toys import ToyAlgorithm
 
 
-class Collects:
+class Collects(ToyAlgorithm):
     """One step that collects, and keeps the episodes."""
 
     episodes = []
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         collected = await self._context.collect(self._context.train, step=1)
         self.episodes += collected.episodes
         return StepReport(step=1, is_finished=True)
-
-    def state(self):
-        return {}
-
-    async def restore(self, state):
-        pass
-
-    async def close(self):
-        pass
 
 
 def counted(rollout, spans):

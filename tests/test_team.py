@@ -20,18 +20,16 @@ import math
 import agl
 from agl.contracts import StepReport
 from agl.schemas import JsonResource
+from agl_testing.toys import ToyAlgorithm
 
 LIMIT = 2.0  # of the logit: every agent tries the other answer now and then
 
 
-class Tabular:
+class Tabular(ToyAlgorithm):
     """Policy gradient on one logit, in steps so large that each is nearly the best response."""
 
     def __init__(self, *, steps=8, n=64):
         self._steps, self._n, self._step, self._after = steps, n, 0, {}
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         self._step += 1
@@ -57,9 +55,6 @@ class Tabular:
 
     async def restore(self, state):
         self._step, self._after = state["step"], state["after"]
-
-    async def close(self):
-        pass
 
 
 @agl.hookimpl

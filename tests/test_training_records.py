@@ -23,18 +23,16 @@ from agl_testing.plugins import PluginFolder
 PLUGIN = '''
 import agl
 from agl.contracts import CallUse, StepReport
+from agl_testing.toys import ToyAlgorithm
 
 SEEN = []
 
 
-class Learner:
+class Learner(ToyAlgorithm):
     """Trains on every rollout that is not all right, as far as its report says."""
 
     def __init__(self, *, advantage=0.5):
         self._advantage, self._step = advantage, 0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         self._step += 1
@@ -47,15 +45,6 @@ class Learner:
             for episode in collected.episodes
         }
         return StepReport(step=self._step, is_finished=self._step >= 2, trained=tuple(uses), uses=uses)
-
-    def state(self):
-        return {"step": self._step}
-
-    async def restore(self, state):
-        self._step = state["step"]
-
-    async def close(self):
-        pass
 
 
 @agl.hookimpl

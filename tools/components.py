@@ -19,7 +19,7 @@ TARGET = ROOT / "packages/agl-core/src/agl/_plugins/packages.json"
 
 
 def text() -> str:
-    """The table as it has to be."""
+    """The table as it has to be, a line for each distribution."""
     table: dict[str, dict[str, list[str]]] = {}
     for (distribution, kind), names in by_kind().items():
         extras = projects()[distribution].get("optional-dependencies", {})
@@ -30,7 +30,8 @@ def text() -> str:
     for kinds in table.values():
         for names in kinds.values():
             names.sort()
-    return json.dumps(table, indent=2, sort_keys=True) + "\n"
+    lines = [f"  {json.dumps(home)}: {json.dumps(kinds, sort_keys=True)}" for home, kinds in sorted(table.items())]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def by_kind() -> dict[tuple[str, str], list[str]]:

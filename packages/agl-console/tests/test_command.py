@@ -85,7 +85,7 @@ def test_store_behind_a_gateway_has_the_same_views(recorded: Path, monkeypatch: 
         assert process.stdout is not None
         url = re.search(r"http://\S+", process.stdout.readline())
         assert url is not None
-        of_run = ("/runs/halves", "/runs/halves/agents", "/runs/halves/system")
+        of_run = ("/runs/halves", "/runs/halves/agents")
         for address in ("/", *of_run, "/rollouts?low=0.5", "/rollouts/latest", "/versions"):
             here = invoke_agl("console", "runs/agl.db", "--json", address, folder=recorded)
             assert here == invoke_agl("console", url[0], "--json", address, folder=recorded)

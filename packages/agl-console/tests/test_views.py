@@ -1,7 +1,9 @@
 """Every view as a page and as JSON, over a store that training runs filled."""
 
+import functools
 import html
 import json
+import math
 import re
 import shlex
 import sqlite3
@@ -17,7 +19,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from msgspec.structs import replace
 
 from agl import semconv
-from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, VersionScore
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Moments, Presence, RolloutQuery, Store, VersionScore
 from agl.schemas import (
     Blob,
     Episode,
@@ -68,10 +70,9 @@ VIEWS = (
     *("/rollouts/sums-1-grpo-failed", "/rollouts/sums-1-grpo-waiting", "/rollouts/sums-1-grpo-long"),
     *(f"/rollouts/{FIRST}/tokens?row=1", "/rollouts/sums-1-grpo-waiting/tokens"),
     *("/rollouts/sums-1-grpo-hostile/spans/3", "/rollouts/sums-1-grpo-long/spans/3"),
-    *("/runs/sums/system", "/runs/sums/system?before=9", "/runs/sums-slow/system", f"/runs/{LONG_NAME}/system"),
     *("/runs/sums/agents", f"/runs/{LONG_NAME}/agents", "/runs/sums/agents?mode=train"),
     *("/group?experiment=sums&group=task-1", "/group?experiment=sums&group=task-0&algorithm=grpo&step=1"),
-    *("/runs/refused", "/runs/refused/agents", "/runs/refused/system", "/?compare=refused"),
+    *("/runs/refused", "/runs/refused/agents", "/?compare=refused"),
     *("/versions", "/versions/style", "/versions/style?version=first&against=production", "/versions/main_llm"),
     *("/versions/tools", f"/versions/{LONG_NAME}"),
     *("/learners", "/learners/support", "/learners/support/c1", "/learners/support/c2"),
@@ -175,7 +176,7 @@ async def test_runs_show_which_parameters_matter_with_the_runs_behind_it(opened:
     async with opened() as client:
         (kept,) = (await data_of(client, "/"))["fits"]
         page = await text_of(client, "/")
-        other = (await data_of(client, "/?compare=sums-slow"))["fits"]
+        other = (await data_of(client, "/?compare=sums-slow&compare=refused"))["fits"]
     assert ["sums", "sums-slow", LONG_NAME] == [run["experiment"] for run in kept["fit"]["runs"]]
     assert [True, False] == [each["is_clear"] for each in kept["fit"]["parameters"]]
     assert "over 3 comparable runs" in page
@@ -322,43 +323,6 @@ async def test_filters_read_as_a_sentence_whose_parts_are_left_out_by_links(open
     assert 'href="/rollouts?experiment=sums&high=0.5&status=failed"' in page
 
 
-async def test_steps_to_a_reward_are_counted_in_a_run_and_beside_others(opened: Open) -> None:
-    store = MemoryStore()
-    curves = {("a", "grpo"): [0.1, 0.85, 0.5, 0.95, 1.0], ("a", "ppo"): [0.2, 0.3], ("b", "grpo"): [0.9, 0.1]}
-    for name in ("a", "b"):
-        await store.save_state({}, experiment=ExperimentRecord(name=name))
-    for (name, algorithm), values in curves.items():
-        await store.log_metrics(rewarded(name, algorithm, values))
-    async with opened(store) as client:
-        goals = [(await data_of(client, f"/runs/a{query}"))["goal"] for query in ("", "?goal=0.8")]
-        beside = (await data_of(client, "/?compare=a&compare=b&goal=0.9"))["goal"]
-        page = await text_of(client, "/runs/a?goal=0.8")
-        listed = (await data_of(client, "/"))["goal"]
-        refused = await client.get("/runs/a?goal=nan")
-    best, given = goals
-    assert (0.9, False) == (best["reward"], best["is_given"])
-    first, second = (tuple(each[part] for part in ("step", "place", "value")) for each in best["reached"])
-    assert ((4, 8, 0.95), (None, None, 0.3)) == (first, second)
-    assert [2, None] == [each["step"] for each in given["reached"]]
-    found = {(each["run"], each["algorithm"]): each["step"] for each in beside["reached"]}
-    assert {("a", "grpo"): 4, ("a", "ppo"): None, ("b", "grpo"): 1} == found
-    assert "Steps to a reward of 0.8" in page
-    assert 'href="/rollouts?experiment=a&amp;algorithm=grpo&amp;step=2">2</a>' in page
-    assert "not reached" in page
-    assert listed is None
-    assert 400 == refused.status
-
-
-async def test_goal_below_zero_is_a_tenth_below_the_best_reward(opened: Open) -> None:
-    store = MemoryStore()
-    await store.save_state({}, experiment=ExperimentRecord(name="a"))
-    await store.log_metrics(rewarded("a", "grpo", [-5.0, -2.1, -2.0]))
-    async with opened(store) as client:
-        goal = (await data_of(client, "/runs/a"))["goal"]
-    assert -2.2 == pytest.approx(goal["reward"])
-    assert 2 == goal["reached"][0]["step"]
-
-
 async def test_learning_says_what_to_change_with_its_evidence(opened: Open) -> None:
     store = MemoryStore()
     await store.save_state({}, experiment=ExperimentRecord(name="cut"))
@@ -371,7 +335,9 @@ async def test_learning_says_what_to_change_with_its_evidence(opened: Open) -> N
     assert "50% of the rollouts have an answer that was cut at a limit of tokens" in page
     async with opened() as client:
         page = await text_of(client, "/runs/sums")
-    assert ("What to change" in page, "Nothing to change was found, and no alert was raised." in page) == (False, True)
+    assert (False, True, True) == tuple(
+        words in page for words in ("What to change", "Nothing to change was found.", "No alert was raised.")
+    )
 
 
 async def test_advice_on_silent_groups_names_their_reward_and_its_lowest_part(opened: Open) -> None:
@@ -448,10 +414,8 @@ async def test_figures_of_a_list_are_of_all_rollouts_that_its_filters_select(ope
     assert [(0.0, 30), (0.1, 29), (1.0, 1)] == [(bar["low"], bar["count"]) for bar in data["histogram"]]
     assert [(0.0, 30), (0.1, 29)] == [(bar["low"], bar["count"]) for bar in low["histogram"]]
     assert [0.1, 0.5] == [float(low["histogram"][1]["query"][end]) for end in ("low", "high")]
-    assert ("r-003", 1.0) == tuple(data["summary"]["extremes"][1].values())
     assert "r-003" not in [row["rollout_id"] for row in data["rollouts"]]
-    assert ("highest 1<" in page, "with a reward of 0.1" in page) == (True, True)
-    assert [0.0, 0.1] == [each["reward"] for each in low["summary"]["extremes"]]
+    assert "with a reward of 0.1" in page
 
 
 async def test_mean_of_rollouts_is_over_tasks_and_has_an_interval(opened: Open) -> None:
@@ -496,7 +460,7 @@ async def test_page_reads_until_its_time_is_over_and_goes_on_from_there(
     assert (["r-00250"], 1500, {}) == ([row["rollout_id"] for row in whole["rollouts"]], 1500, whole["next"])
     assert [200] * 7 + [100] == [each["looked_through"] for each in pages]
     assert [["r-00250"]] == [[row["rollout_id"] for row in each["rollouts"]] for each in pages if each["rollouts"]]
-    assert "Not found in the newest 200 of 1,500 rollouts; 1,300 are not read yet." in page
+    assert "Not found in the newest 200 of 1,500 rollouts; older ones are not read yet." in page
 
 
 async def test_step_of_an_algorithm_is_looked_up_in_a_store_of_any_size(opened: Open) -> None:
@@ -635,9 +599,13 @@ async def test_pictures_stand_in_the_conversation_and_with_their_tokens(opened: 
     async with opened(store) as client:
         page = await (await client.get("/rollouts/r")).text()
         (turn,) = (await data_of(client, "/rollouts/r"))["turns"]
+        place = f"/rollouts/r/spans/{turn['node']['sequence']}"
+        tokens = await (await client.get(place)).text()
         shown = await client.get(f"/media/{digest}")
         assert (picture, "image/png") == (await shown.read(), shown.content_type)
     assert 2 == page.count(f'src="/media/{quote(digest, safe="")}"')
+    assert 1 == tokens.count(f'src="/media/{quote(digest, safe="")}"')
+    assert "Tokens 1 to 2 stand for this image." in tokens
     question, used, _ = turn["messages"]
     assert [{"kind": "image", "reference": digest}] == question["media"] == used["tools"][0]["media"]
     assert f"which colour?\n[image {digest[7:19]}]" == question["text"]["text"]
@@ -651,7 +619,8 @@ def test_row_with_a_picture_shows_it_beside_its_tokens() -> None:
     names = {"rollout_id": "r", "attempt_id": "a", "group_id": "g"}
     row = Row(**names, branch=0, **packed, segments=(segment,), media=(span,))
     episode = Episode(rollout=Rollout(rollout_id="r", experiment="e", task=None), attempt=None, reward=None, rows=[row])
-    assert [span] == tokens_view(episode, TokensFilter(), {}).media
+    assert [span] == tokens_view(episode, TokensFilter(start=2), {}).media
+    assert [] == tokens_view(episode, TokensFilter(start=3), {}).media
 
 
 @pytest.mark.parametrize("media_type", ["image/svg+xml", "text/html", "application/pdf"])
@@ -726,7 +695,8 @@ async def test_advantage_of_0_is_explained_by_the_rewards_of_the_group(opened: O
     assert re.fullmatch(rf"[0-9]+ of [0-9]+ tokens could train; none changed the model, {reason}\.", silent["standing"])
     assert f"30 of 80 tokens could train; none changed the model, {reason}." == tokens["summary"]
     assert any("2 of 3 calls could train, none changed the model" in line for line in silent["why"])
-    assert "The reward 1 is above the mean 0.5 of its group of 2." == other["standing"]
+    said = "The reward 1 is above the mean 0.5 of its group of 2. Its advantage is 1 - 0.5, the distance from the mean"
+    assert f"{said}: +0.5." == other["standing"]
 
 
 async def test_silent_groups_of_a_step_lead_to_the_rollouts_that_taught_nothing(opened: Open) -> None:
@@ -977,6 +947,7 @@ async def test_names_of_runs_and_algorithms_are_escaped_in_figures(opened: Open)
 async def test_numbers_are_those_of_the_newest_run_over_the_steps_of_all_algorithms(opened: Open) -> None:
     store = MemoryStore()
     await store.save_state({}, experiment=ExperimentRecord(name="calc", run=2))
+    await store.save_state({}, experiment=ExperimentRecord(name="other"))
     common = {"experiment": "calc", "name": "reward", "step": 1}
     await store.log_metrics(
         [
@@ -986,7 +957,8 @@ async def test_numbers_are_those_of_the_newest_run_over_the_steps_of_all_algorit
         ]
     )
     async with opened(store) as client:
-        runs, learning, compared = [await data_of(client, each) for each in ("/", "/runs/calc", "/?compare=calc")]
+        addresses = ("/", "/runs/calc", "/?compare=calc&compare=other")
+        runs, learning, compared = [await data_of(client, each) for each in addresses]
     assert {0.1, 0.2} == {last["value"] for last in runs["runs"][0]["rewards"]}
     for figure in (learning["rewards"], compared["figures"][0]):
         lines = {line["algorithm"]: line for line in figure["series"]}
@@ -1000,13 +972,16 @@ async def test_agents_of_a_whole_run_are_summed_up_from_what_it_kept_with_its_st
         validated = await data_of(client, "/runs/sums/agents?mode=val")
         page = await text_of(client, "/runs/sums/agents")
     assert (240, 60, "train") == (data["whole_rollouts"], data["whole_steps"], data["whole_mode"])
-    writer, planner = data["whole"]
-    assert ("writer", 480, 9600, 0.75, 120.0, 60) == tuple(
-        writer[name] for name in ("agent", "calls", "tokens", "share", "seconds", "errors")
+    writer, planner = (row["sums"] for row in data["whole"])
+    assert ("writer", 480, 9600, 120.0, 60) == tuple(
+        writer[name] for name in ("agent", "calls", "tokens", "seconds", "errors")
     )
-    assert (pytest.approx(0.5083, abs=1e-3), None) == (writer["credit"], writer["reward"])
-    assert pytest.approx(0.5083, abs=1e-3) == planner["reward"]
-    assert [("", 9, 1.0)] == [(row["agent"], row["rollouts"], row["share"]) for row in validated["whole"]]
+    assert 0.75 == data["whole"][0]["share"]
+    assert (pytest.approx(0.5083, abs=1e-3), 0) == (writer["credit"]["mean"], writer["reward"]["count"])
+    assert pytest.approx(0.5083, abs=1e-3) == planner["reward"]["mean"]
+    assert [("", 9, 1.0)] == [
+        (row["sums"]["agent"], row["sums"]["rollouts"], row["share"]) for row in validated["whole"]
+    ]
     (credit,) = data["figures"]
     assert ["writer"] == [line["algorithm"] for line in credit["series"]]
     assert "240 rollouts of 60 steps in mode train." in page
@@ -1031,15 +1006,16 @@ async def test_steps_have_an_interval_over_tasks_and_tokens_that_the_run_kept(op
 async def test_agents_have_their_credit_tokens_errors_and_order(opened: Open) -> None:
     async with opened() as client:
         data = await data_of(client, "/runs/sums/agents?mode=train")
-    agents = {row["agent"]: row for row in data["agents"]}
+    agents = {row["sums"]["agent"]: row["sums"] for row in data["agents"]}
     assert (15, 30) == (agents["planner"]["calls"], agents["writer"]["calls"])
     mean = sum(number / 12 for number in range(12)) / 12
     for row in agents.values():
-        assert (row["credit"], row["advantage"]) == (pytest.approx(mean), pytest.approx(mean - 0.5))
+        found = [row[name]["mean"] for name in ("credit", "advantage")]
+        assert [pytest.approx(mean), pytest.approx(mean - 0.5)] == found
+    assert 14 == agents["writer"]["reward"]["count"]
     assert (12 * 20, 12 * 30) == (agents["planner"]["trained"], agents["writer"]["trained"])
-    assert 0.4 == pytest.approx(agents["planner"]["share"])
+    assert 0.4 == pytest.approx(data["agents"][1]["share"])
     assert (0, 2) == (agents["planner"]["errors"], agents["writer"]["errors"])
-    assert (["writer", "planner"], [[15, 0], [15, 0]]) == (data["names"], data["follows"])
 
 
 async def test_agents_are_those_of_the_newest_rollouts(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1143,6 +1119,7 @@ async def test_empty_list_of_rollouts_says_which_filter_finds_nothing(opened: Op
     await add_tallies(store, ExperimentRecord(name="sums"), tallies)
     for number, reward in enumerate((0.0, 1.0)):
         await record(store, f"sums-1-grpo-train-00001-0000{number}-000", reward=reward, group=f"task-{number}")
+    await record(store, "v-1", experiment="measured", mode="val")
     async with opened(store) as client:
 
         async def nothing(query: str) -> Any:
@@ -1152,11 +1129,10 @@ async def test_empty_list_of_rollouts_says_which_filter_finds_nothing(opened: Op
         assert "sft has no rollouts in this run" in (await nothing("algorithm=sft&step=2"))["words"]
         failed = await nothing("status=failed")
         low = await data_of(client, "/rollouts?experiment=sums&reward=low")
-        page = await text_of(client, "/rollouts?experiment=sums&algorithm=grpo&step=1")
+        page, measured = [await text_of(client, f"/rollouts?experiment={name}") for name in ("sums", "measured")]
     assert ("1 with a reward of 0 or less", "low") == (failed["others"], failed["query"]["reward"])
     assert [0.0] == [row["reward"] for row in low["rollouts"]]
-    assert "One rollout per task" in page
-    assert "side by side<" not in page
+    assert ("side by side<" in page, "side by side<" in measured) == (True, False), "a validation runs a task once"
 
 
 async def test_calls_that_a_group_shares_are_shown_once(opened: Open) -> None:
@@ -1186,9 +1162,10 @@ async def test_group_says_who_got_which_advantage_and_why(opened: Open) -> None:
         silent = (await data_of(client, address + "0"))["members"]
         loud = (await data_of(client, address + "1"))["members"]
     assert {"No advantage, because all 2 rewards are 0.5."} == {one["why"] for one in silent}
+    apart = "the distance from the mean"
     assert [
-        "The reward 1 is above the mean 0.5 of its group of 2. Training made its answers more likely.",
-        "The reward 0 is below the mean 0.5 of its group of 2. Training made its answers less likely.",
+        f"The reward 1 is above the mean 0.5 of its group of 2. Its advantage is 1 - 0.5, {apart}: +0.5.",
+        f"The reward 0 is below the mean 0.5 of its group of 2. Its advantage is 0 - 0.5, {apart}: -0.5.",
     ] == [one["why"] for one in loud]
     assert [3, -3] == [one["calls"][0]["tone"] for one in loud]
 
@@ -1266,70 +1243,14 @@ async def test_group_has_the_rewards_and_what_the_step_made_of_them(opened: Open
         newest = await data_of(client, "/group?experiment=sums&group=task-1&against=sums-1-grpo-hostile")
         rollout = await text_of(client, f"/rollouts/{rollout_name(4)}")
     (member,) = data["members"]
-    numbers = [member[name] for name in ("reward", "baseline", "credit", "advantage")]
-    assert [4 / 12, 4 / 12, 4 / 12, 4 / 12 - 0.5] == numbers
+    numbers = [member[name] for name in ("reward", "credit", "advantage")]
+    assert [4 / 12, 4 / 12, 4 / 12 - 0.5] == numbers
     assert {(1, 1), (2, 1), (3, 1)} == {(ran["step"], ran["rollouts"]) for ran in data["steps"]}
     assert ["sums-1-grpo-hostile", "sums-1-grpo-failed"] == [one["rollout_id"] for one in newest["members"]][:2]
-    assert (0.5 + 0.25 + 0.75) / 3 == pytest.approx(newest["members"][0]["baseline"])
     assert "/group?experiment=sums&amp;group=task-0&amp;algorithm=grpo&amp;step=2" in rollout
 
 
-async def test_step_is_parted_into_what_was_recorded_and_the_rest(opened: Open) -> None:
-    def logged(step: int, time: float, **values: float) -> list[Metric]:
-        place = {"experiment": "timed", "algorithm": "grpo", "step": step, "experiment_step": step, "time": time}
-        return [Metric(name=name, value=value, **place) for name, value in values.items()]
-
-    store = MemoryStore()
-    await store.save_state({}, experiment=ExperimentRecord(name="timed"))
-    await store.log_metrics(logged(1, 100.0, collect_s=2.0, update_s=1.0))
-    ray = {"collect_s": 2.0, "train_s": 5.0, "update_s": 3.0, "weight_sync_s": 1.0}
-    await store.log_metrics(logged(2, 110.0, **ray))
-    async with opened(store) as client:
-        newest, first = (await data_of(client, "/runs/timed/system"))["steps"]
-    assert [("rollouts", 0, 2), ("update", 2, 1)] == [tuple(part.values()) for part in first["parts"]]
-    assert [("rollouts", 0, 2), ("update", 2, 3), ("publish", 5, 1), ("other training", 6, 1), ("rest", 7, 3)] == [
-        tuple(part.values()) for part in newest["parts"]
-    ]
-    assert (3, 10) == (first["seconds"], newest["seconds"])
-
-
-async def test_steps_of_the_machinery_are_shown_in_pages(opened: Open) -> None:
-    async with opened() as client:
-        first = await data_of(client, "/runs/sums/system")
-        second = await data_of(client, f"/runs/sums/system?before={first['next']['before']}")
-        third = await data_of(client, f"/runs/sums/system?before={second['next']['before']}")
-    assert list(range(60, 0, -1)) == [step["step"] for page in (first, second, third) for step in page["steps"]]
-    assert {} == third["next"]
-
-
-async def test_system_shows_workers_and_the_queue(opened: Open) -> None:
-    store = MemoryStore()
-    await store.save_state({}, experiment=ExperimentRecord(name="busy"))
-    await store.announce(Presence(experiment="busy", session="host@place:1:a"))
-    await record(store, "done", experiment="busy")
-    await store.enqueue([Rollout(rollout_id=f"r-{number}", task=number, experiment="busy") for number in range(3)])
-    await store.claim(worker="host@place:1:a", experiment="busy", lease_s=60.0)
-    async with opened(store) as client:
-        data = await data_of(client, "/runs/busy/system")
-        page = await text_of(client, "/runs/busy/system")
-    assert (2, 1) == (data["queued"], data["running"])
-    assert [("trainer", "busy", 1)] == [(one["role"], one["state"], one["attempts"]) for one in data["workers"]]
-    assert "<b>1</b> of 1 processes alive" in page
-
-
-async def test_system_shows_what_the_run_cost_as_the_list_of_runs_does(opened: Open) -> None:
-    async with opened() as client:
-        cost = (await data_of(client, "/runs/sums/system"))["cost"]
-        (run,) = [run for run in (await data_of(client, "/"))["runs"] if run["name"] == "sums"]
-        page = re.sub("<[^>]+>", "", await text_of(client, "/runs/sums/system"))
-        unused = await text_of(client, "/runs/refused/system")
-    assert cost["seconds"] > 0
-    assert (cost["rollouts"], cost["tokens"]) == (run["rollouts"], run["tokens"])
-    assert "cost so far: 15 finished rollouts, 1,050 tokens" in page
-    assert "cost so far" not in unused
-
-
-async def test_system_shows_alerts_of_the_newest_run_the_newest_first(opened: Open) -> None:
+async def test_alerts_of_the_newest_run_are_events_of_its_chart(opened: Open) -> None:
     def alert(run: int, time: float, kind: str, **found: Json) -> dict[str, bytes]:
         common: dict[str, Json] = {"algorithm": "grpo", "step": 12}
         kept = to_json({"kind": kind, "time": time, "found": {**common, **found}})
@@ -1341,14 +1262,13 @@ async def test_system_shows_alerts_of_the_newest_run_the_newest_first(opened: Op
     states = alert(2, 100.0, "suggestion", **silent) | alert(2, 200.0, "collapse", **fallen)
     older = alert(1, 50.0, "suggestion", rule="older", evidence="of the run before", change="")
     await store.save_state({**states, **older}, experiment=ExperimentRecord(name="calc", run=2))
+    await store.log_metrics([Metric(experiment="calc", run=2, algorithm="grpo", step=12, name="reward", value=0.5)])
     async with opened(store) as client:
-        data, page = await data_of(client, "/runs/calc/system"), await text_of(client, "/runs/calc/system")
-    assert ["collapse", "silent-groups"] == [each["found"]["rule"] for each in data["alerts"]]
-    assert [200.0, 100.0] == [each["time"] for each in data["alerts"]]
-    assert "step 12</a>: the validation reward has fallen." in page
-    assert '/rollouts?experiment=calc&amp;algorithm=grpo&amp;step=12"' in page
-    assert "To change that: easier tasks" in page
-    assert 1 == page.count("To change that")
+        page = await text_of(client, "/runs/calc")
+    assert "2 alerts</span>" in page
+    assert "No alert was raised" not in page
+    assert re.search('grpo 12: <a href="/rollouts.*step=12">the validation reward has fallen</a>', page)
+    assert 1 == page.count(". To change that: easier tasks</a>")
     assert "of the run before" not in page
     assert HOSTILE not in page
 
@@ -1386,7 +1306,7 @@ async def test_rollouts_are_filtered_by_the_reason_that_leaves_a_call_out(
     assert ["r-128"] == [row["rollout_id"] for row in of_step["rollouts"]]
     assert [] == other["rollouts"]
     assert '<option value="missing_token_ids" selected>missing token ids</option>' in page
-    assert "50 rollouts read" in page
+    assert "<b>1</b> among the newest 50 of 130 rollouts" in page
     assert 400 == wrong.status
     assert "nothing" in answer
 
@@ -1395,9 +1315,6 @@ async def test_run_that_failed_at_its_start_says_what_is_missing(opened: Open) -
     async with opened() as client:
         assert "No numbers are logged yet" in await text_of(client, "/runs/refused")
         assert "no rollout was started" in await text_of(client, "/runs/refused/agents")
-        system = await text_of(client, "/runs/refused/system")
-    assert "No step has recorded its times yet" in system
-    assert "No process takes part in this run now" in system
 
 
 async def test_versions_stand_in_a_tree_that_keeps_the_newest_line_straight(opened: Open) -> None:
@@ -1488,7 +1405,8 @@ async def test_events_of_versions_are_marks_on_the_rewards(opened: Open) -> None
         marks = (await data_of(client, "/runs/a"))["rewards"]["marks"]
         page = await text_of(client, "/runs/a")
     assert '1 published</span> <span class="key-best">1 highest score</span>' in " ".join(page.split())
-    assert "no alerts" in page
+    assert "No alert was raised." in page
+    assert "Nothing was rolled back" not in page
     assert [(2, "published"), (4, "best"), (6, "back")] == [(mark["place"], mark["kind"]) for mark in marks]
     assert "highest score, 0.8 (fresh): style@a-1-grpo-2" == marks[1]["text"]
 
@@ -1588,7 +1506,6 @@ WRONG = {
     f"/rollouts/{FIRST}?attempt=2": (404, "attempt"),
     f"/rollouts/{FIRST}?after=-1": (400, "after"),
     f"/rollouts/{FIRST}?after={1 << 63}": (400, "after"),
-    "/runs/unknown/system": (404, "unknown"),
     "/runs/unknown/agents": (404, "unknown"),
     "/runs/sums/agents?mode=no": (400, "mode"),
     "/group": (400, "names no group"),
@@ -1652,11 +1569,9 @@ async def test_rollout_shows_every_reward_with_its_parts_weights_and_use(opened:
         (0.75, "the rollout's reward"),
         (0.1, "for the turn"),
         (9.0, "not trusted: it came with the agent's own token"),
-    ] == [(row["value"], row["use"]) for row in scoring["rows"]]
+    ] == [(row["reward"]["value"], row["use"]) for row in scoring["rows"]]
     deciding, of_turn = scoring["rows"][1:3]
-    assert [("right", 0.75, 0.75), ("short", 1.0, 0.25)] == [
-        (part["name"], part["value"], part["weight"]) for part in deciding["parts"]
-    ]
+    assert {"right": 0.75, "short": 1.0} == deciding["reward"]["dimensions"]
     assert (None, 2, "chat small") == (deciding["about"], of_turn["about"], of_turn["about_name"])
     assert deciding["at"] > 1.6e9
     assert 'href="/rollouts/sums-1-grpo-003/spans/4?attempt=1"' in page
@@ -1688,7 +1603,89 @@ async def test_rewards_beyond_the_table_are_counted(opened: Open) -> None:
         page = await text_of(client, "/rollouts/many")
     assert (ROWS, ROWS + 30) == (len(scoring["rows"]), scoring["total"])
     assert f"the first {ROWS} of {ROWS + 30} rewards" in page
-    assert scoring["rows"][0]["is_cut"]
+    assert "x" * 600 + "… <a href=" in page
+
+
+async def test_rollouts_show_parts_and_reason_of_their_reward_and_are_found_by_a_part(opened: Open) -> None:
+    async with opened(await judged_store(rollouts=9, text="too\nshort")) as client:
+        page = await text_of(client, "/rollouts?experiment=sums")
+        (row,) = (await data_of(client, "/rollouts?experiment=sums&part=right+%3D+0.75"))["rollouts"]
+        none = await data_of(client, "/rollouts?experiment=sums&part=right+%3D+0.7")
+        wrong = await client.get("/rollouts?part=right")
+    assert ("sums-1-grpo-003", {"right": 0.75, "short": 1.0}) == (row["rollout_id"], row["parts"])
+    assert "too short" == row["feedback"]
+    assert [] == none["rollouts"]
+    assert 'href="/rollouts?experiment=sums&amp;part=right+%3D+0.75"' in page
+    assert 9 == page.count("short 1</a>")
+    assert 400 == wrong.status
+
+
+async def test_scores_say_of_which_parts_they_are(opened: Open) -> None:
+    async def parted(store: Store, right: int) -> None:
+        values = [1.0] * right + [0.0] * (96 - right)
+        found = [Moments(count=1, mean=value) for value in values]
+        parts = {"exact": functools.reduce(Moments.plus, found)}
+        await store.save_scores([replace(SCORE, parts=parts, version=f"a-1-grpo-{right}")])
+
+    store = MemoryStore()
+    for step, text in ((10, "Answer.\n"), (30, "Answer in one word.\n")):
+        made = {"algorithm": "grpo", "step": step, "parent": "a-1-grpo-10" if step > 10 else ""}
+        prompt = PromptTemplate(template=text)
+        await store.publish([ResourceVersion(name="style", version=f"a-1-grpo-{step}", resource=prompt, **made)])
+        await parted(store, step)
+    await store.save_scores([replace(SCORE, version="a-1-grpo-30", mean=0.3, low=0.2, high=0.4)])
+    await parted(store, 10)
+    await store.save_state({}, experiment=ExperimentRecord(name="a", live={"style": "a-1-grpo-10"}))
+    async with opened(store) as client:
+        pages = [await text_of(client, each) for each in ("/versions", "/versions/style")]
+        versions = await data_of(client, "/versions/style")
+    assert "exact 10 of 96" in pages[1]
+    first, second = versions["versions"]
+    assert first["gain"] is None
+    assert pytest.approx(0.2) == second["gain"]["difference"]
+    assert pytest.approx(0.2 - math.hypot(0.1, 0.1)) == second["gain"]["low"]
+    assert ["removed", "added"] == [line["kind"] for line in second["changed"]]
+    assert [" in one word"] == [part["text"] for part in second["changed"][1]["parts"] if part["is_changed"]]
+    assert "+0.2</b> [+0.0586, +0.341]" in pages[1]
+
+
+SCORE = VersionScore(name="style", version="", mean=0.1, low=0.0, high=0.2, n=96, how="validation")
+
+
+async def test_steps_are_named_by_their_algorithm_along_the_chart(opened: Open) -> None:
+    store = MemoryStore()
+    steps = [("sft", step, step) for step in (1, 2, 3)] + [("grpo", step, step + 3) for step in (1, 2)]
+    logged = [
+        Metric(experiment="a", algorithm=name, step=step, experiment_step=place, name="loss", value=place)
+        for name, step, place in steps
+    ]
+    validations = [
+        Metric(experiment="a", algorithm="validate", step=n, experiment_step=n, name="reward", value=n) for n in (3, 5)
+    ]
+    await store.log_metrics([*logged, *validations])
+    await store.save_state({}, experiment=ExperimentRecord(name="a", turn=5))
+    moments = (Moments(count=4, mean=0.5), Moments(count=2, mean=2.0))
+    tally = StepTally(algorithm="grpo", step=2, mode="train", rollouts=4, entropies=moments)
+    await add_tallies(store, ExperimentRecord(name="a"), [tally])
+    async with opened(store) as client:
+        data, page = await data_of(client, "/runs/a"), await text_of(client, "/runs/a")
+    stretches = [(each["algorithm"], each["first"], each["last"], each["step"]) for each in data["stretches"]]
+    assert [("sft", 1, 3, 1), ("grpo", 4, 5, 1)] == stretches
+    assert data["stretches"] == data["rewards"]["stretches"]
+    rows = [re.sub("<.*?>", "", each) for each in re.findall('<tr><th scope="row">(.*?)</th>', page)]
+    assert ["grpo 2", "grpo 1", "sft 3", "sft 2", "sft 1", "grpo 2", "sft 3"] == rows
+    entropies = next(each for each in data["health"] if each["name"] == "entropy_by_turn")
+    assert [("turn 1", [5], [0.5]), ("turn 2", [5], [2.0])] == [
+        (line["algorithm"], line["places"], line["values"]) for line in entropies["series"]
+    ]
+
+
+async def test_comparison_of_one_run_asks_for_a_second(opened: Open) -> None:
+    async with opened() as client:
+        page = await text_of(client, "/?compare=sums")
+    assert 'Choose a second run to compare with <span class="name">sums</span>.' in page
+    assert 'value="sums" aria-label="Compare sums" checked' in page
+    assert 'aria-label="Compare sums-slow">' in page
 
 
 def test_numbers_and_times_are_written_as_fine_as_they_need() -> None:

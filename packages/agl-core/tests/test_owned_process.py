@@ -61,54 +61,42 @@ async def running(program: str = PROGRAM, **options: Any) -> AsyncIterator[Owned
         await process.stop(Line(text="stop"), within_s=30)
 
 
-def test_a_program_that_is_killed_is_started_again_and_its_open_orders_have_no_answer() -> None:
-    async def body() -> None:
-        async with running() as process:
-            killed = process.pid
-            assert f"one by {killed}" == (await process.ask(Line(text="one"))).text
-            open_order = asyncio.create_task(process.ask(Line(text="silence")))
-            await asyncio.sleep(0.1)
-            os.kill(killed, signal.SIGKILL)
-            assert await open_order is None
+async def test_a_program_that_is_killed_is_started_again_and_its_open_orders_have_no_answer() -> None:
+    async with running() as process:
+        killed = process.pid
+        assert f"one by {killed}" == (await process.ask(Line(text="one"))).text
+        open_order = asyncio.create_task(process.ask(Line(text="silence")))
+        await asyncio.sleep(0.1)
+        os.kill(killed, signal.SIGKILL)
+        assert await open_order is None
 
-            await eventually(lambda: process.restarts and process.pid)
+        await eventually(lambda: process.restarts and process.pid)
 
-            assert "ended with -9" in process.last_words
-            await eventually(lambda: process.pid != killed)
-        assert 0 == process.pid
-
-    asyncio.run(body())
+        assert "ended with -9" in process.last_words
+        await eventually(lambda: process.pid != killed)
+    assert 0 == process.pid
 
 
-def test_a_program_that_does_not_answer_is_ended_and_started_again() -> None:
-    async def body() -> None:
-        async with running(beat=lambda: Line(text="silence"), health_s=0.2) as process:
-            await eventually(lambda: process.restarts)
-
-    asyncio.run(body())
+async def test_a_program_that_does_not_answer_is_ended_and_started_again() -> None:
+    async with running(beat=lambda: Line(text="silence"), health_s=0.2) as process:
+        await eventually(lambda: process.restarts)
 
 
-def test_an_owner_that_gives_up_learns_the_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body() -> None:
-        monkeypatch.setattr(owned_process, "FIRST_PAUSE_S", 0.001)
-        errors: list[Exception] = []
-        async with running(give_up=errors.append) as process:
-            process.program = (sys.executable, "-c", "raise SystemExit('no disk')")
-            os.kill(process.pid, signal.SIGKILL)
-            await eventually(lambda: errors)
-            assert str(errors[0]).endswith("ended with 1: no disk")
-            assert owned_process.QUICK_ENDS - 1 == process.restarts
-
-    asyncio.run(body())
+async def test_an_owner_that_gives_up_learns_the_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owned_process, "FIRST_PAUSE_S", 0.001)
+    errors: list[Exception] = []
+    async with running(give_up=errors.append) as process:
+        process.program = (sys.executable, "-c", "raise SystemExit('no disk')")
+        os.kill(process.pid, signal.SIGKILL)
+        await eventually(lambda: errors)
+        assert str(errors[0]).endswith("ended with 1: no disk")
+        assert owned_process.QUICK_ENDS - 1 == process.restarts
 
 
-def test_a_program_that_does_not_start_is_an_error() -> None:
-    async def body() -> None:
-        with pytest.raises(CaptureError, match=r"the program \d+ ended with 1: no disk"):
-            async with running("raise SystemExit('no disk')"):
-                pass
-
-    asyncio.run(body())
+async def test_a_program_that_does_not_start_is_an_error() -> None:
+    with pytest.raises(CaptureError, match=r"the program \d+ ended with 1: no disk"):
+        async with running("raise SystemExit('no disk')"):
+            pass
 
 
 def test_pauses_grow_up_to_a_limit_however_often_a_program_ends() -> None:

@@ -210,8 +210,8 @@ def test_command_line_names_every_broken_plugin(install_plugin, monkeypatch, nam
     assert "Traceback" not in done.stderr
 
 
-def test_component_whose_module_quits_is_named(install_plugin, site):
-    (site / "quits.py").write_text("raise SystemExit(3)")
+def test_component_whose_module_quits_is_named(install_plugin, agl_plugins):
+    (agl_plugins.folder / "quits.py").write_text("raise SystemExit(3)")
     install_plugin("agl-lazy", REWARD.format(name="lazy").replace("math:sqrt", "quits:make"), entry="lazy")
     manager = PluginManager.from_environment()
     with pytest.raises(

@@ -257,7 +257,7 @@ def test_build_leaves_objects_to_the_factory():
     assert lock is manager.build(entry, scale=1.0, check=lock).check
 
 
-def test_build_names_the_package_of_a_missing_module(install_plugin, site):
+def test_build_names_the_package_of_a_missing_module(install_plugin, agl_plugins):
     install_plugin(
         "agl-toy",
         PLUGIN.format(name="toy", factory="agl_toy_impl:Reward"),
@@ -270,7 +270,7 @@ def test_build_names_the_package_of_a_missing_module(install_plugin, site):
         ("rare_kind", r"pip install 'agl-toy\[gpu\]'"),
         ("unheard_of", "pip install unheard_of"),
     ):
-        (site / "agl_toy_impl.py").write_text(f"import {module}\n", encoding="utf-8")
+        (agl_plugins.folder / "agl_toy_impl.py").write_text(f"import {module}\n", encoding="utf-8")
         with pytest.raises(PluginError, match=f"'{module.partition('.')[0]}', which is not installed; run: {command}"):
             manager.build(manager.reward("toy"))
 
@@ -284,9 +284,9 @@ def test_build_names_the_plugin_whose_factory_does_not_exist():
         manager.build(entry)
 
 
-def test_build_names_the_plugin_whose_module_raises(install_plugin, site):
+def test_build_names_the_plugin_whose_module_raises(install_plugin, agl_plugins):
     install_plugin("agl-toy", PLUGIN.format(name="toy", factory="agl_toy_impl:Reward"), entry="toy")
-    (site / "agl_toy_impl.py").write_text("1 / 0\n", encoding="utf-8")
+    (agl_plugins.folder / "agl_toy_impl.py").write_text("1 / 0\n", encoding="utf-8")
     manager = PluginManager.from_environment(strict=True)
     with pytest.raises(BrokenPluginError, match=r"agl-toy 1.0.* raised ZeroDivisionError: division by zero"):
         manager.build(manager.reward("toy"))

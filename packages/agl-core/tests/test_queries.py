@@ -251,20 +251,17 @@ def test_bare_spans_name_the_same_actors_around_others(tree: list[tuple[int, str
     assert [whole.who(span) for span in spans] == [bare.who(span) for span in spans]
 
 
-def test_spans_inside_a_judged_step_are_chosen_by_the_operation_around_it() -> None:
+async def test_spans_inside_a_judged_step_are_chosen_by_the_operation_around_it() -> None:
     """An evaluation that arrived over OTLP may enclose calls; its name is not the name of an operation."""
 
-    async def body() -> None:
-        store = MemoryStore()
-        await store.enqueue([queued("r")])
-        await store.claim(worker="w")
-        judged = replace(reward_span(1, 1.0, parent="plan"), span_id="judge", name="judge")
-        await store.append_spans([plain_span("plan"), judged, call_span(2, parent="judge")])
-        for agent, expected in (("plan", ["plan", "judge", "c2"]), ("judge", [])):
-            (found,) = await store.recordings(RolloutQuery(ids=("r",)), spans=SpanQuery(agent=agent))
-            assert sorted(expected) == sorted(span.span_id for span in found.spans)
-
-    asyncio.run(body())
+    store = MemoryStore()
+    await store.enqueue([queued("r")])
+    await store.claim(worker="w")
+    judged = replace(reward_span(1, 1.0, parent="plan"), span_id="judge", name="judge")
+    await store.append_spans([plain_span("plan"), judged, call_span(2, parent="judge")])
+    for agent, expected in (("plan", ["plan", "judge", "c2"]), ("judge", [])):
+        (found,) = await store.recordings(RolloutQuery(ids=("r",)), spans=SpanQuery(agent=agent))
+        assert sorted(expected) == sorted(span.span_id for span in found.spans)
 
 
 RECORDED = Rollout(rollout_id="r", task=1, status="succeeded", attempts=1)

@@ -1,6 +1,5 @@
 """The state machine that every store follows, as functions of values and a clock reading."""
 
-import asyncio
 import math
 
 import pytest
@@ -81,20 +80,17 @@ def test_nan_is_no_change_of_a_repeated_record() -> None:
     assert not values.is_same(rollout(math.nan), rollout(math.nan, experiment="x"))
 
 
-def test_nan_in_a_task_or_a_resource_may_be_sent_again() -> None:
-    async def body() -> None:
-        store = MemoryStore()
-        rollout = Rollout(rollout_id="a", task={"x": math.nan, 2: [1.0]})
-        version = ResourceVersion(name="n", version="1", resource=JsonResource(value={"x": [math.nan]}))
-        for _ in range(2):
-            assert ["a"] == [each.rollout_id for each in await store.enqueue([replace(rollout)])]
-            await store.publish([values.copied(version)])
-        with pytest.raises(ConflictError, match="'a' is already stored with other content"):
-            await store.enqueue([replace(rollout, task={"x": math.nan, 2: [2.0]})])
-        with pytest.raises(ConflictError, match="'n@1' is already stored with other content"):
-            await store.publish([replace(version, resource=JsonResource(value={"x": [1.0]}))])
-
-    asyncio.run(body())
+async def test_nan_in_a_task_or_a_resource_may_be_sent_again() -> None:
+    store = MemoryStore()
+    rollout = Rollout(rollout_id="a", task={"x": math.nan, 2: [1.0]})
+    version = ResourceVersion(name="n", version="1", resource=JsonResource(value={"x": [math.nan]}))
+    for _ in range(2):
+        assert ["a"] == [each.rollout_id for each in await store.enqueue([replace(rollout)])]
+        await store.publish([values.copied(version)])
+    with pytest.raises(ConflictError, match="'a' is already stored with other content"):
+        await store.enqueue([replace(rollout, task={"x": math.nan, 2: [2.0]})])
+    with pytest.raises(ConflictError, match="'n@1' is already stored with other content"):
+        await store.publish([replace(version, resource=JsonResource(value={"x": [1.0]}))])
 
 
 def test_value_that_is_too_deep_or_too_long_to_show_is_refused_like_others() -> None:

@@ -1,40 +1,17 @@
 """The how-to page of this package runs as a reader would run it."""
 
-import importlib.util
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from docs.tests.conftest import run_page as run_page
+
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "crewai.md"
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # CrewAI's own, of its own parts
 
-DOCS = Path(__file__).parents[3] / "docs"
 
-
-@pytest.fixture
-def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Return the module that runs the documentation's code blocks, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    spec = importlib.util.spec_from_file_location("agl_docs_runner", DOCS / "tests" / "conftest.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    yield module
-    sys.modules.pop("agent", None)
-
-
-def test_page_runs(pages: ModuleType, tmp_path: Path) -> None:
+def test_page_runs(run_page: Callable[[Path], None]) -> None:
     pytest.importorskip("agl_gateway", reason="agl-gateway is not installed")
-    runner = pages.PageRunner(tmp_path)
-    try:
-        for block in pages.blocks_of(DOCS / "how-to" / "crewai.md"):
-            runner.run(block)
-    finally:
-        runner.close()
+    run_page(PAGE)

@@ -30,6 +30,8 @@ from agl_store_sqlite._store import SQLiteStore
 class Names:
     """Writes the ids and rewards of rollouts; refuses the task ``broken``."""
 
+    reads_blobs = False
+
     def __init__(self, *, setup: ExportSetup) -> None:
         self._setup = setup
 

@@ -1,7 +1,5 @@
 """A gateway over a real store and the scripted model server, and an attempt that calls through it."""
 
-import asyncio
-import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -25,21 +23,8 @@ from agl_gateway.settings import Settings
 from agl_run.access.tokens import AttemptTokens, Secret
 from agl_testing.model_server import Reply, ScriptedModelServer
 
-TEST_LIMIT_S = 240.0
 ADMIN = "an-admin-token-of-the-tests"
 SECRET = b"a secret of the gateway's own tests"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run each coroutine test in a new event loop, with a time limit."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = pyfuncitem._fixtureinfo.argnames
-    marked = pyfuncitem.get_closest_marker("timeout")
-    limit_s = marked.args[0] if marked else TEST_LIMIT_S
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}), limit_s))
-    return True
 
 
 @dataclass

@@ -9,8 +9,6 @@ from agl.dialects import call_messages
 from agl.schemas import unpack_floats, unpack_ids
 from agl_testing.model_server import Reply, ToolCall
 
-pytestmark = pytest.mark.alone
-
 BODIES = {
     "/chat/completions": {"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]},
     "/completions": {"model": "main_llm", "prompt": "hi"},

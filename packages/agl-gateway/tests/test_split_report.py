@@ -161,13 +161,10 @@ def test_label_that_names_nothing_is_refused(pointing: dict[str, str], message: 
         asyncio.run(body())
 
 
-def test_resource_with_labels_of_another_use_may_lack_the_first_label() -> None:
-    async def body() -> None:
-        store = MemoryStore()
-        await labelled(store, production="prompt@v1", candidate="prompt@v2", old="tools@t1")
-        await check_labels(store, ["production", "candidate"])
-
-    asyncio.run(body())
+async def test_resource_with_labels_of_another_use_may_lack_the_first_label() -> None:
+    store = MemoryStore()
+    await labelled(store, production="prompt@v1", candidate="prompt@v2", old="tools@t1")
+    await check_labels(store, ["production", "candidate"])
 
 
 def test_rollout_gets_the_versions_of_its_arm_and_keeps_what_it_pinned() -> None:

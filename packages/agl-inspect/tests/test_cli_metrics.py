@@ -102,6 +102,11 @@ def test_absent_metric_is_answered_with_those_that_exist(store: str, words: list
         assert (1, f"Error: {expected}\n") == (result.exit_code, result.output)
 
 
+def test_mistyped_mode_is_answered_with_the_mode_that_was_meant(store: str) -> None:
+    result = CliRunner().invoke(cli, ["metrics", "--plto"])
+    assert (2, True) == (result.exit_code, "Did you mean '--plot'?" in result.stderr)
+
+
 def test_store_without_metrics_says_what_comes_first(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/empty.db"
     asyncio.run(SQLiteStore(url).close())

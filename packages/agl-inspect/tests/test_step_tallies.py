@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import struct
 from typing import Any
 
 import msgspec
@@ -80,6 +81,15 @@ def test_interval_is_over_tasks_and_not_over_rollouts() -> None:
     assert (found.low, found.high) == (pytest.approx(1 - 2.484, abs=1e-3), pytest.approx(1 + 2.484, abs=1e-3))
     alone = tally_of(played(1), played(2, reward=None))
     assert (1.0, None, None) == (alone.reward, alone.low, alone.high)
+
+
+def test_entropies_are_means_over_first_second_and_third_calls() -> None:
+    def use(number: int, *values: float) -> CallUse:
+        return CallUse(span_id=f"c{number}", row=0, tokens={"entropy": struct.pack(f"<{len(values)}e", *values)})
+
+    uses = {"r1": [use(1, 1.0), use(2, 0.5, math.nan)], "r2": [use(1, 3.0), CallUse(span_id="c2", row=0)]}
+    found = tally_of(played(1), played(2), uses=uses)
+    assert [(2, 2.0), (1, 0.5)] == [(each.count, each.mean) for each in found.entropies]
 
 
 def test_modes_and_steps_are_told_apart_and_a_step_that_is_ahead_waits() -> None:

@@ -181,6 +181,17 @@ def test_a_third_of_silent_groups_is_a_finding_where_the_reward_stands_still() -
     assert [] == suggestions_of(logged({**silent, "reward": lambda step: 0.9 + 0.03 * wobble(step)}, steps=15))
 
 
+def test_advice_leaves_out_what_the_run_has_and_says_over_which_steps_it_speaks() -> None:
+    settings = {"sft.use": '"sft"', "grpo.reward.r.parts.exact.weight": "0.9", "grpo.sampling.refill": "3"}
+    silent, plain = (suggestions_of(logged(SITUATIONS["silent-groups"]), each)[0] for each in (settings, None))
+    for words in ("warm start", "part of the way", "sampling.refill"):
+        assert (False, True) == (words in silent.change, words in plain.change)
+    assert "if some tasks teach: sampling.curriculum" in silent.change
+    (cut,) = suggestions_of(logged(SITUATIONS["cut-answers"]), {"grpo.sampling.mask_truncated": "true"})
+    assert "raise the agent's max_tokens" == cut.change
+    assert (8, 12) == (cut.first, cut.step)
+
+
 @pytest.mark.parametrize("rise", [0.02, 0.04])
 @pytest.mark.parametrize("steps", [12, 20, 30])
 def test_noisy_rise_is_no_standstill(rise: float, steps: int) -> None:
@@ -241,7 +252,7 @@ def agl(*words: str) -> Result:
 
 def test_command_names_evidence_and_setting_of_the_newest_run(store: str) -> None:
     lines = agl("--store", store).stdout.splitlines()
-    assert "e, run 2, grpo, up to step 12: the clip removed the gradient of 35% of the tokens" == lines[0]
+    assert "e, run 2, grpo 8 to 12: the clip removed the gradient of 35% of the tokens" == lines[0]
     assert lines[1].startswith("  the policy moves too far within a step: fewer epochs")
     assert lines[1].endswith("[clipped-updates]")
     assert 2 == len(lines)

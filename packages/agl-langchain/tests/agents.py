@@ -156,9 +156,9 @@ def supervisor(llm: Any) -> Any:
     expert = agent(llm, [weather], name="expert")
 
     @tool
-    def consult(question: str) -> str:
+    def consult(input: str) -> str:
         """Ask the expert."""
-        return str(expert.invoke({"messages": [HumanMessage(question)]})["messages"][-1].content)
+        return str(expert.invoke({"messages": [HumanMessage(input)]})["messages"][-1].content)
 
     return agent(llm, [consult], name="boss")
 

@@ -12,8 +12,7 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from agl_inspect.rollouts.explanations import explain
 from agl_langchain.tracer import LangChainTracer
 from agl_testing.model_server import Reply, ScriptedModelServer
-
-from .rollouts import play
+from tests.tool_model import play
 
 
 class ChatPigeon(BaseChatModel):
@@ -43,8 +42,8 @@ def graph(writer: BaseChatModel, checker: BaseChatModel) -> Any:
     return builder.compile()
 
 
-def half_seen(task: Any, main: Any) -> None:
-    seen = ChatOpenAI(base_url=main.endpoint, api_key=main.api_key or "k", model=main.model)
+def half_seen(task: Any, llm: Any) -> None:
+    seen = ChatOpenAI(base_url=llm.endpoint, api_key=llm.api_key or "k", model=llm.model)
     graph(seen, ChatPigeon()).invoke({"messages": [("user", str(task["question"]))]})
 
 

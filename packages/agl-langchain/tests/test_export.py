@@ -7,10 +7,10 @@ import pytest
 from agl_data.export.dialogues import dialogues
 from agl_langchain.tracer import LangChainTracer
 from agl_testing.model_server import ScriptedModelServer
+from tests.tool_model import play
 
 from . import agents
 from .agents import asked
-from .rollouts import play
 
 
 @pytest.mark.parametrize("name", ["helper", None])

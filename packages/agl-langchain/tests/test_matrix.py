@@ -21,10 +21,10 @@ from langchain_core.runnables import RunnableLambda
 
 from agl_langchain.tracer import LangChainTracer
 from agl_testing.model_server import ScriptedModelServer
+from tests.tool_model import check, play
 
 from . import agents
 from .agents import asked
-from .rollouts import check, play
 
 COUNT = 8
 
@@ -162,8 +162,8 @@ def test_every_call_is_recorded_where_it_was_made(
     assert [None] * COUNT == [run.attempt.error for run in played]
     check(played, server, errors=cell.errors)
     for run in played:
-        assert sorted(cell.who) == sorted((agent, "/".join(path)) for agent, path in run.who)
-        assert {cell.is_streamed} == {call.is_streamed for call in run.calls if not call.error}
+        assert sorted(cell.who) == run.who
+        assert {cell.is_streamed} == {span.call.is_streamed for span in run.calls}
         assert cell.errors == sum(bool(t.reject) for t in run.episode.transitions)
         assert {"ok"} == {span.status for span in run.spans if span.call is None}
 
@@ -202,7 +202,7 @@ def test_exceptions_pass_through_and_mark_what_they_passed(
     check(played, server, errors=errors)
     for run in played:
         assert run.attempt.error is not None
-        assert message.format(mark=run.mark) in run.attempt.error.message
+        assert message.format(mark=run.rollout.task["mark"]) in run.attempt.error.message
         failed = {span.name for span in run.spans if span.status == "error" and span.call is None}
         assert {"rollout"} <= failed
         assert {name for name in names if name.startswith(("execute", "chat", "invoke_node"))} <= failed

@@ -24,10 +24,10 @@ from agl.episodes import build_episode
 from agl.tracing import ActiveAttempt, activate, current_span_id
 from agl_langchain.tracer import LangChainTracer
 from agl_testing.model_server import ScriptedModelServer
+from tests.tool_model import check, play
 
 from . import agents
 from .agents import asked
-from .rollouts import check, play
 
 MODULE = """
 from langchain.agents import create_agent
@@ -90,7 +90,7 @@ def test_agents_built_at_import_are_traced_whenever_that_was(
 
     played = play(solve, server, tracer, count=3)
     check(played, server)
-    assert [[("early", ("early", "model"))]] * 3 == [run.who for run in played]
+    assert [[("early", "early/model")]] * 3 == [run.who for run in played]
     monkeypatch.delitem(sys.modules, "early_agent")
 
 
@@ -238,14 +238,14 @@ def test_a_lit_agent_finds_the_handler(server: ScriptedModelServer, tracer: Lang
     class Solver(agl.LitAgent[Any]):
         def rollout(self, task: Any, resources: Any, rollout: agl.Rollout) -> None:
             config = {"callbacks": [self.tracer.get_langchain_handler()]}
-            agents.chain(resources["main"]).invoke(task, config)
+            agents.chain(resources["main_llm"]).invoke(task, config)
             with pytest.raises(AttributeError, match="no tracer of this run has 'get_other_handler'"):
                 self.tracer.get_other_handler()
 
     (run,) = play(Solver(), server, tracer)
     assert run.attempt.error is None
     check([run], server)
-    assert [("writer", ("writer",))] == run.who
+    assert [("writer", "writer")] == run.who
 
 
 def test_the_handler_alone_is_enough_where_the_tracer_is_not_installed(tracer: LangChainTracer):

@@ -315,18 +315,15 @@ def test_reward_of_the_last_triplet_is_the_rollouts() -> None:
     assert [0.75] == [episode.reward for episode in result.episodes]
 
 
-def test_store_queues_rollouts_publishes_resources_and_is_queried() -> None:
-    async def main() -> None:
-        store = lightning.InMemoryLightningStore()
-        (version,) = await store.add_resources({"p": PromptTemplate(template="x", engine="plain")})
-        queued = [await store.enqueue_rollout(input=number, metadata={"n": number}) for number in range(3)]
-        assert queued == await store.query_rollouts()
-        assert queued[1] == await store.get_rollout_by_id(queued[1].rollout_id)
-        assert [] == await store.query_rollouts(status_in=["failed"])
-        assert await store.get_rollout_by_id("ro-none") is None
-        assert version.version == (await store.resource("p")).version
-
-    asyncio.run(main())
+async def test_store_queues_rollouts_publishes_resources_and_is_queried() -> None:
+    store = lightning.InMemoryLightningStore()
+    (version,) = await store.add_resources({"p": PromptTemplate(template="x", engine="plain")})
+    queued = [await store.enqueue_rollout(input=number, metadata={"n": number}) for number in range(3)]
+    assert queued == await store.query_rollouts()
+    assert queued[1] == await store.get_rollout_by_id(queued[1].rollout_id)
+    assert [] == await store.query_rollouts(status_in=["failed"])
+    assert await store.get_rollout_by_id("ro-none") is None
+    assert version.version == (await store.resource("p")).version
 
 
 @pytest.mark.parametrize("is_dev", [True, False])

@@ -8,8 +8,7 @@ import pytest
 
 from agl_openai_agents.tracer import OpenAIAgentsTracer
 from agl_testing.model_server import ScriptedModelServer
-
-from .rollouts import Script
+from tests.tool_model import Script
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,9 +9,9 @@ from openai.types.responses import Response, ResponseCompletedEvent, ResponseOut
 
 from agl_openai_agents.tracer import OpenAIAgentsTracer
 from agl_testing.model_server import ScriptedModelServer
+from tests.tool_model import play
 
 from . import programs
-from .rollouts import play
 from .test_matrix import client_of
 
 
@@ -114,7 +114,7 @@ def test_a_call_past_the_wire_is_counted_once_however_it_is_made(agent: Any, ser
 def test_a_call_on_the_wire_is_not_counted_as_unseen(agent: Any, gateway: bool, server: ScriptedModelServer):
     (run,) = play(agent, server, OpenAIAgentsTracer(), gateway=gateway)
     assert ((), ()) == (run.episode.unseen, run.episode.unattributed)
-    assert [("caller", ("caller",))] == run.who
+    assert [("caller", "caller")] == run.who
 
 
 def test_classes_that_are_defined_later_are_watched_and_given_back():

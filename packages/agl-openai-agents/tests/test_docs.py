@@ -1,20 +1,12 @@
 """The how-to page of this package runs as a reader would run it."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-DOCS = Path(__file__).parents[3] / "docs"
+from docs.tests.conftest import run_page as run_page
 
-_spec = importlib.util.spec_from_file_location("agl_docs_runner", DOCS / "tests" / "conftest.py")
-assert _spec is not None
-assert _spec.loader is not None
-_runner = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_runner)
-
-run_page = _runner.run_page
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "openai-agents.md"
 
 
-def test_page_runs(run_page: Callable[[Path], None]):
-    run_page(DOCS / "how-to" / "openai-agents.md")
+def test_page_runs(run_page: Callable[[Path], None]) -> None:
+    run_page(PAGE)

@@ -22,9 +22,9 @@ from openai import AsyncOpenAI
 
 from agl_openai_agents.tracer import OpenAIAgentsTracer
 from agl_testing.model_server import ScriptedModelServer
+from tests.tool_model import check, play
 
 from . import programs
-from .rollouts import check, play
 
 COUNT = 8
 
@@ -133,13 +133,13 @@ def test_every_call_is_recorded_where_it_was_made(
 ):
     played = play(cell.agent, server, tracer, count=COUNT, gateway=gateway, task=cell.task)
     assert [None] * COUNT == [run.attempt.error for run in played]
-    check(played, server, errors=cell.errors)
+    check(played, server, errors=cell.errors, callers=("chat", "execute_tool"))
     for run in played:
         answered = [t for t in run.episode.transitions if t.reject in ("", "length_mismatch", "missing_token_ids")]
         assert sorted(cell.who) == sorted((t.agent, "/".join(t.path)) for t in answered)
         # A gateway asks policies in training for chat completions, whatever API the agent speaks.
         assert {cell.has_ids or gateway} == {not t.reject for t in answered}
-        assert {cell.is_streamed} == {call.is_streamed for call in run.calls if not call.error}
+        assert {cell.is_streamed} == {span.call.is_streamed for span in run.calls}
         assert cell.errors == len(run.episode.transitions) - len(answered)
         assert {"ok"} == {span.status for span in run.spans if span.call is None}
 
@@ -169,6 +169,6 @@ def test_exceptions_pass_through_and_mark_what_they_passed(
     check(played, server, errors=errors)
     for run in played:
         assert run.attempt.error is not None
-        assert message.format(mark=run.mark) in run.attempt.error.message
+        assert message.format(mark=run.rollout.task["mark"]) in run.attempt.error.message
         failed = {span.name for span in run.spans if span.status == "error" and span.call is None}
         assert {"rollout", *names} <= failed

@@ -25,9 +25,9 @@ import agl
 from agl.tracing import ActiveAttempt, activate, current_span_id
 from agl_openai_agents.tracer import OpenAIAgentsTracer
 from agl_testing.model_server import ScriptedModelServer
+from tests.tool_model import check, play
 
 from . import programs
-from .rollouts import check, play
 from .test_matrix import client_of, program
 
 MODULE = """
@@ -218,8 +218,8 @@ def test_agents_built_at_import_are_traced_whenever_that_was(
 
     played = play(solve, server, tracer, count=3)
     check(played, server)
-    assert [[("early", ("early",))]] * 3 == [run.who for run in played]
-    assert {"chat"} == {call.dialect for run in played for call in run.calls}
+    assert [[("early", "early")]] * 3 == [run.who for run in played]
+    assert {"chat"} == {span.call.dialect for run in played for span in run.calls}
     monkeypatch.delitem(sys.modules, "early_agent")
 
 
@@ -235,7 +235,7 @@ def test_the_default_api_is_given_back(server: ScriptedModelServer, tracer: Open
 
 def test_a_hand_off_is_recorded_with_both_ends_and_is_no_error(server: ScriptedModelServer, tracer: OpenAIAgentsTracer):
     (run,) = play(program(lambda client, question: Runner.run(programs.triage(client), question)), server, tracer)
-    handed = run.named("handoff writer")
+    (handed,) = run.named("handoff writer")
     assert ("triage", "writer") == (
         handed.attributes["agl.handoff.source"],
         handed.attributes["agl.handoff.target"],
@@ -248,11 +248,11 @@ def test_a_tool_that_fails_is_an_error_even_where_the_model_is_told(
 ):
     agent = program(lambda client, question: Runner.run(programs.helper(client, tools=[programs.handled]), question))
     (run,) = play(agent, server, tracer)
-    tool = run.named("execute_tool handled")
+    (tool,), (agent,) = run.named("execute_tool handled"), run.named("invoke_agent helper")
     assert (None, "error") == (run.attempt.error, tool.status)
     assert "handled" == tool.attributes["gen_ai.tool.name"]
     assert "question" in tool.attributes["gen_ai.tool.call.arguments"]
-    assert "ok" == run.named("invoke_agent helper").status
+    assert "ok" == agent.status
 
 
 def test_operations_and_spans_nest_in_each_other(tracer: OpenAIAgentsTracer):

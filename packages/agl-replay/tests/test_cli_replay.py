@@ -250,8 +250,8 @@ def agl_rewards():
 """
 
 
-def test_replay_leaves_out_the_plugins_that_the_experiment_disables(record, install_plugin):
-    install_plugin("agl-pigeon", PIGEON, entry="pigeon", requires=("agl-core",))
+def test_replay_leaves_out_the_plugins_that_the_experiment_disables(record, agl_plugins):
+    agl_plugins.install(PIGEON, name="pigeon")
     record("chat", Reply(text="five"))
     text = Path("e.toml").read_text(encoding="utf-8").replace("exact-match", "pigeon")
     Path("e.toml").write_text(f'{text}[plugins]\ndisabled = ["pigeon"]\n', encoding="utf-8")

@@ -30,39 +30,16 @@ SECRET = "secret-of-the-database"
 ALGORITHM = '''
 import asyncio
 import agl
-from agl.contracts import ServedModel, StepReport
+from agl.contracts import StepReport
 from agl.schemas import Weights
+from agl_testing.toys import ToyAlgorithm, ToyPolicy
 
 
-class Served:
-    """A model that runs elsewhere."""
-
-    has_token_ids = True
-
-    def __init__(self, *, name, base_url):
-        self._served = ServedModel(base_urls=(base_url,), model="scripted", version="1")
-
-    async def start(self):
-        return self._served
-
-    async def stop(self):
-        pass
-
-    async def load(self, version):
-        return self._served
-
-    def resource(self):
-        return Weights(uri="none")
-
-
-class Counter:
+class Counter(ToyAlgorithm):
     """Adds up the rewards of what it trained on."""
 
     def __init__(self, *, steps):
         self._steps, self._step, self._sum = steps, 0, 0.0
-
-    async def setup(self, context):
-        self._context = context
 
     async def step(self):
         step = self._step + 1
@@ -81,9 +58,6 @@ class Counter:
     async def restore(self, state):
         self._step, self._sum = state["step"], state["sum"]
 
-    async def close(self):
-        pass
-
 
 @agl.hookimpl
 def agl_algorithms():
@@ -92,7 +66,7 @@ def agl_algorithms():
 
 @agl.hookimpl
 def agl_policies():
-    yield agl.PolicyEntry(name="served", factory=Served, trains=True)
+    yield agl.PolicyEntry(name="served", factory=ToyPolicy, trains=True)
 '''
 
 AGENT = '''

@@ -88,24 +88,21 @@ def test_user_with_rights_on_the_tables_alone_can_work(server, url: str) -> None
     asyncio.run(work())
 
 
-def test_one_failure_in_a_shared_transaction_harms_no_other(url: str) -> None:
-    async def body() -> None:
-        store = PostgresStore(url)
-        good = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(20)]
-        bad = [store.enqueue([Rollout(rollout_id=f"nul-{at}", task=at, group_id="\0")]) for at in range(3)]
-        bad.append(store.enqueue([Rollout(rollout_id="half", task=None, group_id="\ud800")]))
-        mixed = [*good[:10], *bad, *good[10:]]
-        results = await asyncio.gather(*mixed, return_exceptions=True)
-        refused = [each for each in results if isinstance(each, StoreError)]
-        assert [4, 20] == [len(refused), len(results) - len(refused)]
-        assert "0x00" in str(refused[0])
-        assert "surrogate" in str(refused[3])
-        with pytest.raises(StoreError, match="NUL"):
-            await store.attempts("nul\0")
-        assert 20 == await store.cursor()
-        await store.close()
-
-    asyncio.run(body())
+async def test_one_failure_in_a_shared_transaction_harms_no_other(url: str) -> None:
+    store = PostgresStore(url)
+    good = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(20)]
+    bad = [store.enqueue([Rollout(rollout_id=f"nul-{at}", task=at, group_id="\0")]) for at in range(3)]
+    bad.append(store.enqueue([Rollout(rollout_id="half", task=None, group_id="\ud800")]))
+    mixed = [*good[:10], *bad, *good[10:]]
+    results = await asyncio.gather(*mixed, return_exceptions=True)
+    refused = [each for each in results if isinstance(each, StoreError)]
+    assert [4, 20] == [len(refused), len(results) - len(refused)]
+    assert "0x00" in str(refused[0])
+    assert "surrogate" in str(refused[3])
+    with pytest.raises(StoreError, match="NUL"):
+        await store.attempts("nul\0")
+    assert 20 == await store.cursor()
+    await store.close()
 
 
 def cancel_what_waits(person: psycopg.Connection) -> int:
@@ -117,42 +114,36 @@ def cancel_what_waits(person: psycopg.Connection) -> int:
     return len(found.fetchall())
 
 
-def test_locked_tables_are_waited_for_then_named(url: str) -> None:
-    async def body() -> None:
-        store = PostgresStore(url)
-        await store.enqueue([Rollout(rollout_id="a", task=None)])
-        schema = url.rpartition("=")[2]
-        with psycopg.connect(url.partition("?")[0]) as other:
-            other.execute(f"LOCK TABLE {schema}.rollouts".encode())
-            waiting = asyncio.create_task(store.enqueue([Rollout(rollout_id="b", task=None)]))
-            with psycopg.connect(url.partition("?")[0], autocommit=True) as person:
-                await eventually(partial(cancel_what_waits, person))
-            with pytest.raises(StoreError, match="canceling statement"):
-                await waiting
-        await store.enqueue([Rollout(rollout_id="b", task=None)])
-        await store.close()
-
-    asyncio.run(body())
+async def test_locked_tables_are_waited_for_then_named(url: str) -> None:
+    store = PostgresStore(url)
+    await store.enqueue([Rollout(rollout_id="a", task=None)])
+    schema = url.rpartition("=")[2]
+    with psycopg.connect(url.partition("?")[0]) as other:
+        other.execute(f"LOCK TABLE {schema}.rollouts".encode())
+        waiting = asyncio.create_task(store.enqueue([Rollout(rollout_id="b", task=None)]))
+        with psycopg.connect(url.partition("?")[0], autocommit=True) as person:
+            await eventually(partial(cancel_what_waits, person))
+        with pytest.raises(StoreError, match="canceling statement"):
+            await waiting
+    await store.enqueue([Rollout(rollout_id="b", task=None)])
+    await store.close()
 
 
-def test_calls_that_wait_together_wait_once_for_locked_tables(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_that_wait_together_wait_once_for_locked_tables(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(connections._SETTINGS, "lock_timeout", "500ms")
 
-    async def body() -> None:
-        store = PostgresStore(url)
-        with psycopg.connect(url.partition("?")[0]) as other:
-            other.execute(f"LOCK TABLE {url.rpartition('=')[2]}.rollouts".encode())
-            begin = time.monotonic()
-            calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(60)]
-            answers = await asyncio.gather(*calls, return_exceptions=True)
-            assert time.monotonic() - begin < 15.0, "and not 60 times half a second"
-        assert {(StoreError, True)} == {(type(each), "holds a lock" in str(each)) for each in answers}
-        await store.close()
-
-    asyncio.run(body())
+    store = PostgresStore(url)
+    with psycopg.connect(url.partition("?")[0]) as other:
+        other.execute(f"LOCK TABLE {url.rpartition('=')[2]}.rollouts".encode())
+        begin = time.monotonic()
+        calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(60)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert time.monotonic() - begin < 15.0, "and not 60 times half a second"
+    assert {(StoreError, True)} == {(type(each), "holds a lock" in str(each)) for each in answers}
+    await store.close()
 
 
-def test_calls_that_wait_together_are_not_tried_one_by_one_on_a_server_that_breaks_each_connection(
+async def test_calls_that_wait_together_are_not_tried_one_by_one_on_a_server_that_breaks_each_connection(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[int] = []
@@ -161,30 +152,24 @@ def test_calls_that_wait_together_are_not_tried_one_by_one_on_a_server_that_brea
         tries.append(db.info.backend_pid)
         db.execute("SELECT pg_terminate_backend(pg_backend_pid())")
 
-    async def body() -> None:
-        store = PostgresStore(url)
-        monkeypatch.setattr(writer, "commit", breaking)
-        monkeypatch.setattr(writer, "RESTART_WAIT_S", 0.0)
-        calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(10)]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        assert {(StoreError, True)} == {(type(each), "cannot be reached" in str(each)) for each in answers}
-        assert len(tries) <= 2, "one for the first call, and one for all that came meanwhile"
-        await store.close()
-
-    asyncio.run(body())
+    store = PostgresStore(url)
+    monkeypatch.setattr(writer, "commit", breaking)
+    monkeypatch.setattr(writer, "RESTART_WAIT_S", 0.0)
+    calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(10)]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert {(StoreError, True)} == {(type(each), "cannot be reached" in str(each)) for each in answers}
+    assert len(tries) <= 2, "one for the first call, and one for all that came meanwhile"
+    await store.close()
 
 
-def test_read_that_fails_before_it_reaches_the_server_leaves_no_old_snapshot_behind(url: str) -> None:
-    async def body() -> None:
-        store = PostgresStore(f"{url}&readers=1")
-        await store.enqueue([Rollout(rollout_id="a", task=None)])
-        with pytest.raises(StoreError, match="surrogate"):
-            await store.spans("\ud800")
-        await store.enqueue([Rollout(rollout_id="b", task=None)])
-        assert ["a", "b"] == [each.rollout_id for each in await store.rollouts(RolloutQuery())]
-        await store.close()
-
-    asyncio.run(body())
+async def test_read_that_fails_before_it_reaches_the_server_leaves_no_old_snapshot_behind(url: str) -> None:
+    store = PostgresStore(f"{url}&readers=1")
+    await store.enqueue([Rollout(rollout_id="a", task=None)])
+    with pytest.raises(StoreError, match="surrogate"):
+        await store.spans("\ud800")
+    await store.enqueue([Rollout(rollout_id="b", task=None)])
+    assert ["a", "b"] == [each.rollout_id for each in await store.rollouts(RolloutQuery())]
+    await store.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
@@ -212,31 +197,26 @@ def test_forked_process_is_told_to_open_its_own(url: str) -> None:
 
 
 @pytest.mark.parametrize("options", ["", "&partition=month"])
-def test_damaged_records_hide_no_others(server: Server, url: str, options: str) -> None:
-    async def body() -> None:
-        store = PostgresStore(url + options)
-        await store.enqueue([Rollout(rollout_id=f"ro-{number}", task=number) for number in range(4)])
-        claims = await store.claim(worker="w", limit=4)
-        await store.append_spans([make_span(claim) for claim in claims for _ in range(3)])
-        schema = url.rpartition("=")[2]
-        with server.connect() as connection:
-            connection.execute(f"UPDATE {schema}.rollouts SET data = '\\xc1' WHERE rollout_id = 'ro-0'")
-            own = f"SELECT attempt FROM {schema}.rollouts WHERE rollout_id = 'ro-1'"
-            connection.execute(f"UPDATE {schema}.spans SET data = '\\xc1' WHERE sequence = 2 AND attempt = ({own})")
-            connection.execute(
-                f"UPDATE {schema}.attempts SET data = '\\xc1' WHERE id = ({own.replace('ro-1', 'ro-2')})"
-            )
-        for query in (
-            RolloutQuery(limit=1),
-            RolloutQuery(limit=1, sort="created_at"),
-            RolloutQuery(status=("running",)),
-        ):
-            recordings = [each async for each in read_recordings(store, query, spans="all")]
-            assert ["ro-1", "ro-2", "ro-3"] == [each.rollout.rollout_id for each in recordings]
-            assert [["work", semconv.UNREADABLE, "work"], *[["work"] * 3] * 2] == [
-                [span.name for span in each.spans] for each in recordings
-            ]
-            assert [False, False, True] == [is_readable(each) for each in recordings]
-        await store.close()
-
-    asyncio.run(body())
+async def test_damaged_records_hide_no_others(server: Server, url: str, options: str) -> None:
+    store = PostgresStore(url + options)
+    await store.enqueue([Rollout(rollout_id=f"ro-{number}", task=number) for number in range(4)])
+    claims = await store.claim(worker="w", limit=4)
+    await store.append_spans([make_span(claim) for claim in claims for _ in range(3)])
+    schema = url.rpartition("=")[2]
+    with server.connect() as connection:
+        connection.execute(f"UPDATE {schema}.rollouts SET data = '\\xc1' WHERE rollout_id = 'ro-0'")
+        own = f"SELECT attempt FROM {schema}.rollouts WHERE rollout_id = 'ro-1'"
+        connection.execute(f"UPDATE {schema}.spans SET data = '\\xc1' WHERE sequence = 2 AND attempt = ({own})")
+        connection.execute(f"UPDATE {schema}.attempts SET data = '\\xc1' WHERE id = ({own.replace('ro-1', 'ro-2')})")
+    for query in (
+        RolloutQuery(limit=1),
+        RolloutQuery(limit=1, sort="created_at"),
+        RolloutQuery(status=("running",)),
+    ):
+        recordings = [each async for each in read_recordings(store, query, spans="all")]
+        assert ["ro-1", "ro-2", "ro-3"] == [each.rollout.rollout_id for each in recordings]
+        assert [["work", semconv.UNREADABLE, "work"], *[["work"] * 3] * 2] == [
+            [span.name for span in each.spans] for each in recordings
+        ]
+        assert [False, False, True] == [is_readable(each) for each in recordings]
+    await store.close()

@@ -106,79 +106,67 @@ class TestPooledStore(test_conformance.TestPostgresStore):
         return located
 
 
-def test_work_goes_on_behind_the_pooler_though_the_server_is_killed(server: Server, pooled_url: str) -> None:
-    async def body() -> None:
-        stores = [PostgresStore(pooled_url) for _ in range(3)]
-        until, done = asyncio.Event(), list[str]()
-        workers = [
-            asyncio.create_task(work(store, f"{at}{number}", until, done))
-            for at, store in enumerate(stores)
-            for number in range(2)
-        ]
-        with server.connect() as db:
-            await eventually(lambda: len(done) >= 20)
-            row = db.execute("SELECT count(*) FROM pg_stat_activity WHERE usename = 'open'").fetchone()
-        assert row is not None
-        assert 1 <= int(str(row[0])) <= SESSIONS
-        await asyncio.to_thread(server.kill)
-        await asyncio.to_thread(server.start)
-        before = len(done)
-        await eventually(lambda: len(done) >= before + 8)
-        until.set()
-        await asyncio.gather(*workers)
-        await check(stores[0], done)
-        for store in stores:
-            await store.close()
-
-    asyncio.run(body())
+async def test_work_goes_on_behind_the_pooler_though_the_server_is_killed(server: Server, pooled_url: str) -> None:
+    stores = [PostgresStore(pooled_url) for _ in range(3)]
+    until, done = asyncio.Event(), list[str]()
+    workers = [
+        asyncio.create_task(work(store, f"{at}{number}", until, done))
+        for at, store in enumerate(stores)
+        for number in range(2)
+    ]
+    with server.connect() as db:
+        await eventually(lambda: len(done) >= 20)
+        row = db.execute("SELECT count(*) FROM pg_stat_activity WHERE usename = 'open'").fetchone()
+    assert row is not None
+    assert 1 <= int(str(row[0])) <= SESSIONS
+    await asyncio.to_thread(server.kill)
+    await asyncio.to_thread(server.start)
+    before = len(done)
+    await eventually(lambda: len(done) >= before + 8)
+    until.set()
+    await asyncio.gather(*workers)
+    await check(stores[0], done)
+    for store in stores:
+        await store.close()
 
 
-def test_waiting_callers_are_woken_through_the_pooler(pooled_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_callers_are_woken_through_the_pooler(pooled_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agl_store_sqlite.sql.servers.LOOK_S", 600.0)  # who is woken need not look
 
-    async def body() -> None:
-        waiter, other = PostgresStore(pooled_url), PostgresStore(pooled_url)
-        last = await waiter.cursor()
-        claiming = asyncio.create_task(waiter.claim(worker="w", wait_s=600))
-        watching = asyncio.create_task(waiter.changes(after=last, wait_s=600))
-        await asyncio.sleep(0.5)
-        started = time.monotonic()
-        await other.enqueue([Rollout(rollout_id="late", task=None)])
-        assert ["late"] == [claim.rollout.rollout_id for claim in await claiming]
-        assert await watching
-        assert time.monotonic() - started < 30
-        await waiter.close()
-        await other.close()
-
-    asyncio.run(body())
+    waiter, other = PostgresStore(pooled_url), PostgresStore(pooled_url)
+    last = await waiter.cursor()
+    claiming = asyncio.create_task(waiter.claim(worker="w", wait_s=600))
+    watching = asyncio.create_task(waiter.changes(after=last, wait_s=600))
+    await asyncio.sleep(0.5)
+    started = time.monotonic()
+    await other.enqueue([Rollout(rollout_id="late", task=None)])
+    assert ["late"] == [claim.rollout.rollout_id for claim in await claiming]
+    assert await watching
+    assert time.monotonic() - started < 30
+    await waiter.close()
+    await other.close()
 
 
-def test_days_begin_and_end_through_the_pooler(pooled_url: str) -> None:
-    async def body() -> None:
-        store, target = PostgresStore(f"{pooled_url}&partition=day"), target_of(pooled_url)
-        ids: list[str] = []
-        for _ in range(3):
-            ids.append((await finish_one(store, spans=2)).rollout_id)
-            with psycopg.connect(target.conninfo, autocommit=True) as db:
-                db.execute(f"UPDATE {target.schema}.partitioning SET began_at = now() - interval '1 day'".encode())
-        await store.delete(ids[:1])
-        await store.compact()
+async def test_days_begin_and_end_through_the_pooler(pooled_url: str) -> None:
+    store, target = PostgresStore(f"{pooled_url}&partition=day"), target_of(pooled_url)
+    ids: list[str] = []
+    for _ in range(3):
+        ids.append((await finish_one(store, spans=2)).rollout_id)
         with psycopg.connect(target.conninfo, autocommit=True) as db:
-            rows = db.execute(f"SELECT tableoid::regclass::text FROM {target.schema}.spans".encode()).fetchall()
-        assert [f"{target.schema}.spans_{day}" for day in (2, 2, 3, 3)] == [name for (name,) in rows]
-        assert [2, 2] == [len(await store.spans(rollout_id)) for rollout_id in ids[1:]]
-        await store.close()
+            db.execute(f"UPDATE {target.schema}.partitioning SET began_at = now() - interval '1 day'".encode())
+    await store.delete(ids[:1])
+    await store.compact()
+    with psycopg.connect(target.conninfo, autocommit=True) as db:
+        rows = db.execute(f"SELECT tableoid::regclass::text FROM {target.schema}.spans".encode()).fetchall()
+    assert [f"{target.schema}.spans_{day}" for day in (2, 2, 3, 3)] == [name for (name,) in rows]
+    assert [2, 2] == [len(await store.spans(rollout_id)) for rollout_id in ids[1:]]
+    await store.close()
 
-    asyncio.run(body())
 
-
-def test_space_is_given_back_through_the_pooler(pooled_url: str) -> None:
-    async def body() -> None:
-        store = PostgresStore(pooled_url)
-        await store.enqueue([Rollout(rollout_id="r", task=None)])
-        assert (await store.compact()).after > 0
-        assert (await store.vacuum()).after > 0
-        assert await store.size() > 0
-        await store.close()
-
-    asyncio.run(body())
+async def test_space_is_given_back_through_the_pooler(pooled_url: str) -> None:
+    store = PostgresStore(pooled_url)
+    await store.enqueue([Rollout(rollout_id="r", task=None)])
+    assert (await store.compact()).after > 0
+    assert (await store.vacuum()).after > 0
+    assert await store.size() > 0
+    await store.close()

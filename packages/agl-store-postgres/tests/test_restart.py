@@ -3,7 +3,6 @@
 import asyncio
 import random
 import time
-from collections import defaultdict
 from typing import Any
 
 import psycopg
@@ -11,78 +10,27 @@ import pytest
 
 from agl.contracts import RolloutQuery
 from agl.errors import StoreError
-from agl.schemas import RetryPolicy, Rollout
+from agl.schemas import Rollout
 from agl_store_postgres import connections
 from agl_store_postgres.store import PostgresStore
 from agl_testing.stores.samples import make_span, outcome_of
-from agl_testing.waiting import eventually
-
-ONE_ATTEMPT = RetryPolicy(max_attempts=1)
-
-
-async def work(store: PostgresStore, name: str, until: asyncio.Event, done: list[str]) -> None:
-    """Run rollouts one after the other; each may have only one attempt, so a lost rollout would fail."""
-    number = 0
-    while not until.is_set():
-        number += 1
-        rollout_id = f"{name}-{number}"
-        await store.enqueue([Rollout(rollout_id=rollout_id, task=number, experiment=name, retry=ONE_ATTEMPT)])
-        (claim,) = await store.claim(worker=name, experiment=name, wait_s=30)
-        await store.append_spans([make_span(claim, name="work")])
-        await store.finish([outcome_of(claim, spans=[make_span(claim, name="last")])])
-        done.append(rollout_id)
+from tests.restarts import ONE_ATTEMPT, check, disturbed, work
 
 
 def test_work_goes_on_after_the_server_was_killed(server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agl_store_sqlite.sql.servers.LOOK_S", 60.0)  # who is woken need not look
 
-    async def body() -> None:
-        stores = [PostgresStore(url) for _ in range(2)]
-        until, done = asyncio.Event(), list[str]()
-        workers = [
-            asyncio.create_task(work(store, f"{at}{number}", until, done))
-            for at, store in enumerate(stores)
-            for number in range(2)
-        ]
-        waiting = asyncio.create_task(stores[0].claim(worker="late", experiment="late", wait_s=600))
-        for _ in range(3):
-            before = len(done)
-            await eventually(lambda count=before + 8: len(done) >= count)
-            await asyncio.to_thread(server.kill)
-            await asyncio.to_thread(server.start)
-        before = len(done)
-        await eventually(lambda: len(done) >= before + 8)
-        until.set()
-        await asyncio.gather(*workers)
-        await stores[1].enqueue([Rollout(rollout_id="late", task=None, experiment="late")])
-        begin = time.monotonic()
-        assert ["late"] == [claim.rollout.rollout_id for claim in await waiting]
-        assert time.monotonic() - begin < 30, "who waited before the restart is woken as before"
-        await check(stores[0], done)
-        for store in stores:
-            await store.close()
+    def restart() -> None:
+        server.kill()
+        server.start()
 
-    asyncio.run(body())
-
-
-async def check(store: PostgresStore, done: list[str]) -> None:
-    """Check that every rollout succeeded at once, each span exists once, and the feed reports all changes in order."""
-    rollouts = await store.rollouts(RolloutQuery(ids=tuple(done)))
-    assert {("succeeded", 1)} == {(rollout.status, rollout.attempts) for rollout in rollouts}
-    assert [] == await store.rollouts(RolloutQuery(status=("failed", "queued")))
-    feed = await store.changes(limit=100_000)
-    assert sorted({change.cursor for change in feed}) == [change.cursor for change in feed]
-    lives: defaultdict[str, list[str]] = defaultdict(list)
-    for change in feed:
-        if change.kind == "rollout":
-            lives[change.key].append(change.status)
-    for rollout_id in done:
-        assert ["work", "last"] == [span.name for span in await store.spans(rollout_id)]
-        assert ["queued", "running", "succeeded"] == lives[rollout_id]
+    asyncio.run(disturbed(lambda: PostgresStore(url), restart, rounds=3))
 
 
 @pytest.mark.parametrize(("seed", "cuts"), [(1, 40), pytest.param(2, 500, marks=pytest.mark.soak)])
-def test_connections_that_are_cut_at_random_lose_and_repeat_nothing(server, url: str, seed: int, cuts: int) -> None:
+async def test_connections_that_are_cut_at_random_lose_and_repeat_nothing(
+    server, url: str, seed: int, cuts: int
+) -> None:
     draw = random.Random(seed)
 
     def cut(number: int) -> None:
@@ -94,23 +42,20 @@ def test_connections_that_are_cut_at_random_lose_and_repeat_nothing(server, url:
                     "WHERE application_name = 'agl' ORDER BY random() LIMIT 1) AS one"
                 )
 
-    async def body() -> None:
-        stores = [PostgresStore(f"{url}&readers=2") for _ in range(3)]
-        until, done = asyncio.Event(), list[str]()
-        workers = [
-            asyncio.create_task(work(store, f"{at}{number}", until, done))
-            for at, store in enumerate(stores)
-            for number in range(3)
-        ]
-        await asyncio.to_thread(cut, cuts)
-        until.set()
-        await asyncio.gather(*workers)
-        assert len(done) > 9
-        await check(stores[0], done)
-        for store in stores:
-            await store.close()
-
-    asyncio.run(body())
+    stores = [PostgresStore(f"{url}&readers=2") for _ in range(3)]
+    until, done = asyncio.Event(), list[str]()
+    workers = [
+        asyncio.create_task(work(store, f"{at}{number}", until, done))
+        for at, store in enumerate(stores)
+        for number in range(3)
+    ]
+    await asyncio.to_thread(cut, cuts)
+    until.set()
+    await asyncio.gather(*workers)
+    assert len(done) > 9
+    await check(stores[0], done)
+    for store in stores:
+        await store.close()
 
 
 @pytest.mark.parametrize("is_lost_before", [True, False])
@@ -196,29 +141,26 @@ def test_transaction_that_a_crash_undid_is_not_mistaken_for_one_that_got_its_id(
     asyncio.run(body())
 
 
-def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
+async def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
     server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agl_store_sqlite.sql.servers.RESTART_WAIT_S", 1.0)
 
-    async def body() -> None:
-        store = PostgresStore(url)
-        await store.enqueue([Rollout(rollout_id="a", task=None)])
-        await asyncio.to_thread(server.stop)
-        try:
-            with pytest.raises(StoreError, match="cannot be reached"):
-                await store.enqueue([Rollout(rollout_id="b", task=None)])
-            with pytest.raises(StoreError, match="cannot be reached"):
-                await store.cursor()
-            monkeypatch.setattr("agl_store_sqlite.sql.servers.RESTART_WAIT_S", 30.0)
-            waiting = asyncio.create_task(store.claim(worker="w", wait_s=30))
-            await asyncio.sleep(0.2)
-            begin = time.monotonic()
-            await store.close()
-            with pytest.raises(StoreError):
-                await waiting
-            assert time.monotonic() - begin < 20
-        finally:
-            await asyncio.to_thread(server.start)
-
-    asyncio.run(body())
+    store = PostgresStore(url)
+    await store.enqueue([Rollout(rollout_id="a", task=None)])
+    await asyncio.to_thread(server.stop)
+    try:
+        with pytest.raises(StoreError, match="cannot be reached"):
+            await store.enqueue([Rollout(rollout_id="b", task=None)])
+        with pytest.raises(StoreError, match="cannot be reached"):
+            await store.cursor()
+        monkeypatch.setattr("agl_store_sqlite.sql.servers.RESTART_WAIT_S", 30.0)
+        waiting = asyncio.create_task(store.claim(worker="w", wait_s=30))
+        await asyncio.sleep(0.2)
+        begin = time.monotonic()
+        await store.close()
+        with pytest.raises(StoreError):
+            await waiting
+        assert time.monotonic() - begin < 20
+    finally:
+        await asyncio.to_thread(server.start)

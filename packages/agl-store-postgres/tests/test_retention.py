@@ -43,16 +43,13 @@ def test_run_removes_rollouts_of_earlier_runs(url: str, tmp_path: Path) -> None:
     assert ["e-2"] == [rollout_id[:3] for rollout_id in asyncio.run(left())]
 
 
-def test_servers_of_one_database_remove_in_turns_and_keep_the_newest(url: str) -> None:
-    async def body() -> None:
-        first, second, said = PostgresStore(url), PostgresStore(url), list[str]()
-        await fill(first, 30)
-        limits = RetentionLimits(keep=4)
-        async with retaining(first, limits, say=said.append), retaining(second, limits, say=said.append):
-            await eventually(lambda: bool(said))
-        assert ["retention: removed 26 old rollouts; new ones take their space"] == said
-        assert [f"e-{number}" for number in range(26, 30)] == sorted(await ids_in(first))
-        await first.close()
-        await second.close()
-
-    asyncio.run(body())
+async def test_servers_of_one_database_remove_in_turns_and_keep_the_newest(url: str) -> None:
+    first, second, said = PostgresStore(url), PostgresStore(url), list[str]()
+    await fill(first, 30)
+    limits = RetentionLimits(keep=4)
+    async with retaining(first, limits, say=said.append), retaining(second, limits, say=said.append):
+        await eventually(lambda: bool(said))
+    assert ["retention: removed 26 old rollouts; new ones take their space"] == said
+    assert [f"e-{number}" for number in range(26, 30)] == sorted(await ids_in(first))
+    await first.close()
+    await second.close()

@@ -35,22 +35,19 @@ async def finish_one(store: RedisStore) -> None:
     await store.finish([outcome_of(claim, spans=[make_span(claim)])])
 
 
-def test_store_is_found_from_any_node_and_again_after_its_slot_has_moved(nodes: list[Server]) -> None:
-    async def body() -> None:
-        store = RedisStore(nodes[1].url(prefix="p"))
-        await finish_one(store)
-        assert {b"{p}:"} == {key[:4] for key in nodes[0].run("KEYS", "*")}
-        assert [] == nodes[1].run("KEYS", "*")
-        waiting = asyncio.create_task(store.claim(worker="w", wait_s=120))
-        await asyncio.to_thread(move, nodes, crc.key_slot(b"p"))
-        await store.enqueue([make_rollout(experiment="e")])
-        (claim,) = await waiting
-        await store.finish([outcome_of(claim)])
-        assert ["succeeded"] * 2 == [rollout.status for rollout in await store.rollouts(RolloutQuery())]
-        assert [] == nodes[0].run("KEYS", "*")
-        await store.close()
-
-    asyncio.run(body())
+async def test_store_is_found_from_any_node_and_again_after_its_slot_has_moved(nodes: list[Server]) -> None:
+    store = RedisStore(nodes[1].url(prefix="p"))
+    await finish_one(store)
+    assert {b"{p}:"} == {key[:4] for key in nodes[0].run("KEYS", "*")}
+    assert [] == nodes[1].run("KEYS", "*")
+    waiting = asyncio.create_task(store.claim(worker="w", wait_s=120))
+    await asyncio.to_thread(move, nodes, crc.key_slot(b"p"))
+    await store.enqueue([make_rollout(experiment="e")])
+    (claim,) = await waiting
+    await store.finish([outcome_of(claim)])
+    assert ["succeeded"] * 2 == [rollout.status for rollout in await store.rollouts(RolloutQuery())]
+    assert [] == nodes[0].run("KEYS", "*")
+    await store.close()
 
 
 def move(nodes: list[Server], slot: int) -> None:

@@ -94,70 +94,61 @@ async def check(store: RedisStore) -> None:
     await store.close()
 
 
-def test_damaged_records_hide_no_others(server: Server, url: str) -> None:
-    async def body() -> None:
-        store = RedisStore(url)
-        await store.enqueue([Rollout(rollout_id=f"ro-{number}", task=number) for number in range(4)])
-        claims = await store.claim(worker="w", limit=4)
-        await store.append_spans([make_span(claim) for claim in claims for _ in range(3)])
-        for key in server.run("KEYS", "*r/ro-0"):
+async def test_damaged_records_hide_no_others(server: Server, url: str) -> None:
+    store = RedisStore(url)
+    await store.enqueue([Rollout(rollout_id=f"ro-{number}", task=number) for number in range(4)])
+    claims = await store.claim(worker="w", limit=4)
+    await store.append_spans([make_span(claim) for claim in claims for _ in range(3)])
+    for key in server.run("KEYS", "*r/ro-0"):
+        server.run("HSET", key, "d", b"\xc1")
+    for key in server.run("KEYS", "*s/ro-1/1"):
+        server.run("LSET", key, 1, server.run("LINDEX", key, 1)[:4] + b"\xc1")
+    for key in server.run("KEYS", "*r/ro-2"):
+        server.run("HSET", key, "1", b"\xc1")
+    for query in (RolloutQuery(limit=1), RolloutQuery(experiment="", status=("running",))):
+        recordings = [each async for each in read_recordings(store, query, spans="all")]
+        assert ["ro-1", "ro-2", "ro-3"] == [each.rollout.rollout_id for each in recordings]
+        assert [["work", semconv.UNREADABLE, "work"], *[["work"] * 3] * 2] == [
+            [span.name for span in each.spans] for each in recordings
+        ]
+        assert [False, False, True] == [is_readable(each) for each in recordings]
+    await store.close()
+
+
+async def test_rollouts_with_damaged_progress_stop_nothing_and_are_removed(server: Server, url: str) -> None:
+    store = RedisStore(url)
+    await store.enqueue([Rollout(rollout_id=f"ro-{number}", task=number) for number in range(5)])
+    await store.append_spans([make_span(each) for each in await store.claim(worker="w", limit=2, lease_s=0.2)])
+    for command in (("HSET", "ro-0", "p", b"\xc1"), ("HSET", "ro-2", "p", b"7"), ("HDEL", "ro-4", "p")):
+        for key in server.run("KEYS", f"*r/{command[1]}"):
+            server.run(command[0], key, *command[2:])
+    await asyncio.sleep(0.4)
+    claims = await store.claim(worker="w", limit=9)
+    assert ["ro-1", "ro-3"] == [claim.rollout.rollout_id for claim in claims]
+    with pytest.raises(NotFoundError, match="the record of rollout 'ro-0' cannot be read"):
+        await store.cancel(["ro-0"])
+    assert 3 == await store.delete(["ro-0", "ro-2", "ro-4"])
+    assert ["ro-1", "ro-3"] == [each.rollout_id for each in await store.rollouts(RolloutQuery())]
+    await store.enqueue([Rollout(rollout_id="ro-0", task=0)])
+    (again,) = await store.claim(worker="w")
+    await store.append_spans([make_span(again)])
+    assert 1 == len(await store.spans("ro-0"))
+    await store.close()
+
+
+async def test_rollout_behind_many_damaged_ones_is_claimed_in_few_steps(server: Server, url: str) -> None:
+    store = RedisStore(url)
+    await store.enqueue([Rollout(rollout_id=f"ro-{number:03}", task=number) for number in range(201)])
+    for key in server.run("KEYS", "*r/ro-*"):
+        if not key.endswith(b"ro-200"):
             server.run("HSET", key, "d", b"\xc1")
-        for key in server.run("KEYS", "*s/ro-1/1"):
-            server.run("LSET", key, 1, server.run("LINDEX", key, 1)[:4] + b"\xc1")
-        for key in server.run("KEYS", "*r/ro-2"):
-            server.run("HSET", key, "1", b"\xc1")
-        for query in (RolloutQuery(limit=1), RolloutQuery(experiment="", status=("running",))):
-            recordings = [each async for each in read_recordings(store, query, spans="all")]
-            assert ["ro-1", "ro-2", "ro-3"] == [each.rollout.rollout_id for each in recordings]
-            assert [["work", semconv.UNREADABLE, "work"], *[["work"] * 3] * 2] == [
-                [span.name for span in each.spans] for each in recordings
-            ]
-            assert [False, False, True] == [is_readable(each) for each in recordings]
-        await store.close()
-
-    asyncio.run(body())
-
-
-def test_rollouts_with_damaged_progress_stop_nothing_and_are_removed(server: Server, url: str) -> None:
-    async def body() -> None:
-        store = RedisStore(url)
-        await store.enqueue([Rollout(rollout_id=f"ro-{number}", task=number) for number in range(5)])
-        await store.append_spans([make_span(each) for each in await store.claim(worker="w", limit=2, lease_s=0.2)])
-        for command in (("HSET", "ro-0", "p", b"\xc1"), ("HSET", "ro-2", "p", b"7"), ("HDEL", "ro-4", "p")):
-            for key in server.run("KEYS", f"*r/{command[1]}"):
-                server.run(command[0], key, *command[2:])
-        await asyncio.sleep(0.4)
-        claims = await store.claim(worker="w", limit=9)
-        assert ["ro-1", "ro-3"] == [claim.rollout.rollout_id for claim in claims]
-        with pytest.raises(NotFoundError, match="the record of rollout 'ro-0' cannot be read"):
-            await store.cancel(["ro-0"])
-        assert 3 == await store.delete(["ro-0", "ro-2", "ro-4"])
-        assert ["ro-1", "ro-3"] == [each.rollout_id for each in await store.rollouts(RolloutQuery())]
-        await store.enqueue([Rollout(rollout_id="ro-0", task=0)])
-        (again,) = await store.claim(worker="w")
-        await store.append_spans([make_span(again)])
-        assert 1 == len(await store.spans("ro-0"))
-        await store.close()
-
-    asyncio.run(body())
-
-
-def test_rollout_behind_many_damaged_ones_is_claimed_in_few_steps(server: Server, url: str) -> None:
-    async def body() -> None:
-        store = RedisStore(url)
-        await store.enqueue([Rollout(rollout_id=f"ro-{number:03}", task=number) for number in range(201)])
-        for key in server.run("KEYS", "*r/ro-*"):
-            if not key.endswith(b"ro-200"):
-                server.run("HSET", key, "d", b"\xc1")
-        before = commands(server)
-        (claim,) = await store.claim(worker="w")
-        assert "ro-200" == claim.rollout.rollout_id
-        await store.enqueue([Rollout(rollout_id="ro-last", task=1)])
-        await store.claim(worker="w")
-        assert 0 < commands(server) - before < 30
-        await store.close()
-
-    asyncio.run(body())
+    before = commands(server)
+    (claim,) = await store.claim(worker="w")
+    assert "ro-200" == claim.rollout.rollout_id
+    await store.enqueue([Rollout(rollout_id="ro-last", task=1)])
+    await store.claim(worker="w")
+    assert 0 < commands(server) - before < 30
+    await store.close()
 
 
 def commands(server: Server) -> int:

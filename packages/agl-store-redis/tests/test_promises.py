@@ -105,20 +105,17 @@ def test_prefix_of_another_program_is_refused(own: Server) -> None:
     assert b"mine" == own.run("GET", "{agl}:meta")
 
 
-def test_full_memory_refuses_writes_and_takes_deletions(own: Server) -> None:
-    async def body() -> None:
-        store = RedisStore(own.url())
-        await store.enqueue([Rollout(rollout_id=f"r{at}", task="x" * 100_000) for at in range(20)])
-        await store.cancel([f"r{at}" for at in range(20)])
-        own.run("CONFIG", "SET", "maxmemory", "1000000")
-        with pytest.raises(StoreError, match=r"memory is full.*agl runs gc"):
-            await store.enqueue([Rollout(rollout_id="more", task=None)])
-        assert 20 == await store.delete([f"r{at}" for at in range(20)])
-        own.run("CONFIG", "SET", "maxmemory", "0")
+async def test_full_memory_refuses_writes_and_takes_deletions(own: Server) -> None:
+    store = RedisStore(own.url())
+    await store.enqueue([Rollout(rollout_id=f"r{at}", task="x" * 100_000) for at in range(20)])
+    await store.cancel([f"r{at}" for at in range(20)])
+    own.run("CONFIG", "SET", "maxmemory", "1000000")
+    with pytest.raises(StoreError, match=r"memory is full.*agl runs gc"):
         await store.enqueue([Rollout(rollout_id="more", task=None)])
-        await store.close()
-
-    asyncio.run(body())
+    assert 20 == await store.delete([f"r{at}" for at in range(20)])
+    own.run("CONFIG", "SET", "maxmemory", "0")
+    await store.enqueue([Rollout(rollout_id="more", task=None)])
+    await store.close()
 
 
 @contextmanager

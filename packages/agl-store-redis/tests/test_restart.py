@@ -3,7 +3,6 @@
 import asyncio
 import random
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
@@ -11,69 +10,14 @@ import pytest
 
 from agl.contracts import RolloutQuery
 from agl.errors import StoreError
-from agl.schemas import RetryPolicy, Rollout
+from agl.schemas import Rollout
 from agl_store_redis import connections, scripts, writing
 from agl_store_redis.store import RedisStore
 from agl_testing.stores.samples import make_span, outcome_of
 from agl_testing.waiting import eventually, wait_until
+from tests.restarts import ONE_ATTEMPT, disturbed
 
 from .conftest import Server
-
-ONE_ATTEMPT = RetryPolicy(max_attempts=1)
-
-
-async def work(store: RedisStore, name: str, until: asyncio.Event, done: list[str]) -> None:
-    """Run rollouts one after the other; each may have only one attempt, so a lost rollout would fail."""
-    number = 0
-    while not until.is_set():
-        number += 1
-        rollout_id = f"{name}-{number}"
-        await store.enqueue([Rollout(rollout_id=rollout_id, task=number, experiment=name, retry=ONE_ATTEMPT)])
-        (claim,) = await store.claim(worker=name, experiment=name, wait_s=30)
-        await store.append_spans([make_span(claim, name="work")])
-        await store.finish([outcome_of(claim, spans=[make_span(claim, name="last")])])
-        done.append(rollout_id)
-
-
-async def check(store: RedisStore, done: list[str]) -> None:
-    """Check that every rollout succeeded at once, each span exists once, and the feed reports all changes in order."""
-    rollouts = await store.rollouts(RolloutQuery(ids=tuple(done)))
-    assert {("succeeded", 1)} == {(rollout.status, rollout.attempts) for rollout in rollouts}
-    assert [] == await store.rollouts(RolloutQuery(status=("failed", "queued")))
-    feed = await store.changes(limit=100_000)
-    assert sorted({change.cursor for change in feed}) == [change.cursor for change in feed]
-    lives: defaultdict[str, list[str]] = defaultdict(list)
-    for change in feed:
-        if change.kind == "rollout":
-            lives[change.key].append(change.status)
-    for rollout_id in done:
-        assert ["work", "last"] == [span.name for span in await store.spans(rollout_id)]
-        assert ["queued", "running", "succeeded"] == lives[rollout_id]
-
-
-async def disturbed(server: Server, url: str, disturb, *, rounds: int) -> None:
-    """Run four workers on two stores, call ``disturb`` several times, and check that nothing is lost or repeated."""
-    stores = [RedisStore(url) for _ in range(2)]
-    until, done = asyncio.Event(), list[str]()
-    workers = [
-        asyncio.create_task(work(store, f"{at}{number}", until, done))
-        for at, store in enumerate(stores)
-        for number in range(2)
-    ]
-    waiting = asyncio.create_task(stores[0].claim(worker="late", experiment="late", wait_s=120))
-    for _ in range(rounds):
-        before = len(done)
-        await eventually(lambda count=before + 4: len(done) >= count)
-        await asyncio.to_thread(disturb)
-    before = len(done)
-    await eventually(lambda: len(done) >= before + 4)
-    until.set()
-    await asyncio.gather(*workers)
-    await stores[1].enqueue([Rollout(rollout_id="late", task=None, experiment="late")])
-    assert ["late"] == [claim.rollout.rollout_id for claim in await waiting]
-    await check(stores[0], done)
-    for store in stores:
-        await store.close()
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.soak)])
@@ -84,7 +28,7 @@ def test_work_goes_on_after_the_server_was_killed_and_the_log_has_a_line_but_no_
         server.kill()
         server.start()
 
-    asyncio.run(disturbed(server, url, restart, rounds=rounds))
+    asyncio.run(disturbed(lambda: RedisStore(url), restart, rounds=rounds))
     assert "waiting callers are not woken by changes in" in caplog.text
     assert "Traceback" not in caplog.text
 
@@ -99,7 +43,7 @@ def test_connections_that_are_cut_at_random_lose_and_repeat_nothing(
         time.sleep(draw.uniform(0.0, 0.02))
         server.run("CLIENT", "KILL", "TYPE", draw.choice(["normal", "pubsub"]), "SKIPME", "yes")
 
-    asyncio.run(disturbed(server, url, cut, rounds=rounds))
+    asyncio.run(disturbed(lambda: RedisStore(url), cut, rounds=rounds))
 
 
 @pytest.mark.parametrize("is_lost_before", [True, False])
@@ -216,24 +160,23 @@ def test_store_goes_to_the_new_primary_when_its_own_becomes_a_replica(pair: tupl
     assert b"2" == replica.run("HGET", "{agl}:meta", "seq")
 
 
-def test_primary_that_stays_a_replica_is_named(pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_primary_that_stays_a_replica_is_named(
+    pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
     primary, replica = pair
     for module in ("agl_store_sqlite.sql.servers", "agl_store_redis.writer"):
         monkeypatch.setattr(f"{module}.RESTART_WAIT_S", 0.5)
 
-    async def body() -> None:
-        store = RedisStore(primary.url())
-        await store.enqueue([Rollout(rollout_id="a", task=None)])
-        replica.run("REPLICAOF", "NO", "ONE")
-        primary.run("REPLICAOF", "127.0.0.1", replica.port)
-        calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=None)]) for at in range(60)]
-        begin = time.monotonic()
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        assert time.monotonic() - begin < 15, "calls that wait together wait once"
-        assert {(StoreError, True)} == {(type(each), "is a replica; name the primary" in str(each)) for each in answers}
-        await store.close()
-
-    asyncio.run(body())
+    store = RedisStore(primary.url())
+    await store.enqueue([Rollout(rollout_id="a", task=None)])
+    replica.run("REPLICAOF", "NO", "ONE")
+    primary.run("REPLICAOF", "127.0.0.1", replica.port)
+    calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=None)]) for at in range(60)]
+    begin = time.monotonic()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert time.monotonic() - begin < 15, "calls that wait together wait once"
+    assert {(StoreError, True)} == {(type(each), "is a replica; name the primary" in str(each)) for each in answers}
+    await store.close()
 
 
 def test_closed_store_leaves_no_mark_of_its_writer(server: Server, url: str) -> None:

@@ -22,6 +22,17 @@ STORED = (
 )
 """A call of 0.1.0 before pictures had fields of their own. New fields belong at the end of the stored form."""
 
+STORED_WITH_PICTURE = (
+    "019cde0004aa726f6c6c6f75745f6964a172aa617474656d70745f6964a3722e31a77370616e5f6964a27330a46e616d65a16ede0004aa72"
+    "6571756573745f6964a27130a76469616c656374a463686174a56d6f64656ca16da77265717565737480c42778014b4fc7040c8c4ccc2cac"
+    "6cec1c9c5cdc3cbc7cfc028242c20c8c0158000356000049240f0c08c4e07801ad903d6ec3300c85d32247c80102ce4161c98ee4e80259bb"
+    "1745a11fd231605b85a40c8191b107087285d6e8097a97dea64a962edd9ac785e44790e01ba1c718758311d4d308c177080af61103acc0fa"
+    "21e190ae241d5e2fa4edf3eccb3e7419ffe66a844b4b41dc69be16ca885a54e888cbd2144e0866c86e4c258988eb82d6c87183c24963a4b0"
+    "3516a46bc93017865586970e8ec7e71ce7d3f7f6461b4f6f93278a986653874393768bcfde3bddb5e9f071fd63726d3621ddece07b135a77"
+    "be5bccbf1e83b7d9631f96eca15832cd4d692b77ff8766ffd40fbd057b6ecc9dcc9dc3000000ccdc"
+)
+"""The first turn of ``seeing(1, tokens=20)``, stored before calls shared pictures."""
+
 
 def span(number: int, call: ModelCall | None = None, **fields: object) -> Span:
     given = {"rollout_id": "r", "attempt_id": "r.1", "span_id": f"s{number}", "name": "n", **fields}
@@ -191,6 +202,21 @@ def test_call_that_an_earlier_version_stored_is_read() -> None:
     request: Json = {"messages": [{"role": "user", "content": "hi"}]}
     expected = called(1, prompt=[1, 2, 3, 70_000], response=[4, 5], request=request, answer={"ok": True})
     assert msgspec.structs.replace(expected, sequence=1) == reader.unpack(bytes.fromhex(STORED), sequence=1)
+
+
+def test_call_with_a_picture_that_an_earlier_version_stored_is_read() -> None:
+    reader = Unpacker(lambda sequence: pytest.fail(f"{sequence} is not shared"), rollout_id="r", number=1)
+    (expected,) = seeing(1, tokens=20)
+    found = reader.unpack(bytes.fromhex(STORED_WITH_PICTURE), sequence=1)
+    assert msgspec.structs.replace(expected, sequence=1) == found
+
+
+def test_pictures_of_earlier_turns_are_stored_once() -> None:
+    kept = Kept(seeing(140, tokens=16))
+    kept.check()
+    sizes = [kept.size(number) for number in kept.data]
+    later = [size for turn, size in enumerate(sizes) if turn % 64]  # a key call has the pictures since the last one
+    assert max(later) < 1.2 * sizes[0]
 
 
 def test_picture_costs_few_bytes_however_many_tokens_stand_for_it() -> None:
@@ -374,18 +400,34 @@ def test_call_that_refers_to_a_later_one_is_damage(caplog: pytest.LogCaptureFixt
 @settings(max_examples=60)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 5), st.lists(st.integers(0, 2), max_size=4), st.booleans()), min_size=1, max_size=40
+        st.tuples(st.integers(0, 5), st.lists(st.integers(0, 2), max_size=4), st.booleans(), st.integers(0, 2)),
+        min_size=1,
+        max_size=40,
     )
 )
-def test_random_conversations_come_back(steps: list[tuple[int, list[int], bool]]) -> None:
-    contexts: list[list[int]] = [[*range(20)]]
+def test_random_conversations_come_back(steps: list[tuple[int, list[int], bool, int]]) -> None:
+    contexts: list[tuple[list[int], list[MediaSpan]]] = [([*range(20)], [])]
     spans: list[Span] = []
-    for number, (which, added, has_text) in enumerate(steps):
-        prompt = [*contexts[which % len(contexts)], *added]
+    for number, (which, added, has_text, picture) in enumerate(steps):
+        ids, seen = contexts[which % len(contexts)]
+        digest = digest_of(b"%d" % picture)
+        media = [*seen, MediaSpan(offset=len(ids), length=1, modality="image", digest=digest)] if picture else seen
+        prompt = [*ids, *[151_655] * (len(media) - len(seen)), *added]
         text: Json = {"messages": [{"content": "x" * 100}, *map(str, prompt)]} if has_text else None
-        spans.append(called(number, prompt=prompt, response=[number, 1], request=text))
-        contexts.append([*prompt, number, 1])
+        spans.append(called(number, prompt=prompt, response=[number, 1], request=text, media=media))
+        contexts.append(([*prompt, number, 1], media))
     Kept(spans).check()
+
+
+@pytest.mark.parametrize("inputs", [("https://a.b/c.png",), ()], ids=["named only", "without inputs"])
+def test_inputs_that_are_no_runs_of_tokens_come_back_in_later_turns(inputs: tuple[str, ...]) -> None:
+    turns = seeing(3, tokens=16)
+    calls = [
+        msgspec.structs.replace(each.call, inputs=(*each.call.inputs[: len(inputs)], *inputs))
+        for each in turns
+        if each.call
+    ]
+    Kept([span(number, call) for number, call in enumerate(calls)]).check()
 
 
 def test_new_spans_become_rows_in_order_and_known_ones_are_left_out() -> None:

@@ -82,7 +82,7 @@ def spawn(script: str, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
-def test_acknowledged_writes_survive_kill(tmp_path: Path, seed: int) -> None:
+async def test_acknowledged_writes_survive_kill(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "runs.db"
     workers = [spawn(WRITER, url_of(path), name) for name in "ab"]
     acknowledged: list[str] = []
@@ -96,17 +96,14 @@ def test_acknowledged_writes_survive_kill(tmp_path: Path, seed: int) -> None:
         rest, _ = worker.communicate()
         acknowledged += [line for line in rest.split("\n")[:-1] if line]
 
-    async def check() -> None:
-        store = SQLiteStore(url_of(path))
-        for attempt_id in acknowledged:
-            rollout_id = attempt_id.rpartition(".")[0]
-            (rollout,) = await store.rollouts(RolloutQuery(ids=(rollout_id,)))
-            assert "succeeded" == rollout.status
-            assert [1, 2, 3] == [span.sequence for span in await store.spans(rollout_id)]
-        await store.close()
-
     assert len(acknowledged) >= 2
-    asyncio.run(check())
+    store = SQLiteStore(url_of(path))
+    for attempt_id in acknowledged:
+        rollout_id = attempt_id.rpartition(".")[0]
+        (rollout,) = await store.rollouts(RolloutQuery(ids=(rollout_id,)))
+        assert "succeeded" == rollout.status
+        assert [1, 2, 3] == [span.sequence for span in await store.spans(rollout_id)]
+    await store.close()
 
 
 def test_claim_wakes_for_another_process(tmp_path: Path) -> None:
@@ -171,44 +168,36 @@ def damage(wal: Path, at: float) -> None:
     wal.write_bytes(data)
 
 
-def test_changes_behind_damage_of_the_log_are_reported_with_their_cursors(tmp_path: Path) -> None:
-    async def body() -> None:
-        store = await write(tmp_path / "runs.db", rollouts=40)
-        copies = {
-            name: copy_store(tmp_path / "runs.db", tmp_path / name) for name in ("whole", "middle", "start", "no")
-        }
-        await store.close()
-        assert (40, "") == await reopen(tmp_path / "runs.db")
-        assert (40, "") == await reopen(copies["whole"])
+async def test_changes_behind_damage_of_the_log_are_reported_with_their_cursors(tmp_path: Path) -> None:
+    store = await write(tmp_path / "runs.db", rollouts=40)
+    copies = {name: copy_store(tmp_path / "runs.db", tmp_path / name) for name in ("whole", "middle", "start", "no")}
+    await store.close()
+    assert (40, "") == await reopen(tmp_path / "runs.db")
+    assert (40, "") == await reopen(copies["whole"])
 
-        damage(copies["middle"].with_name("runs.db-wal"), 0.7)
-        left, said = await reopen(copies["middle"])
-        assert 0 < left < 40
-        assert f"up to {40 - left} are missing, those after cursor {left} up to 40. SQLite" in said
-        store = await write(copies["middle"], rollouts=40)
-        await store.close()
-        assert (40, "") == await reopen(copies["middle"])
+    damage(copies["middle"].with_name("runs.db-wal"), 0.7)
+    left, said = await reopen(copies["middle"])
+    assert 0 < left < 40
+    assert f"up to {40 - left} are missing, those after cursor {left} up to 40. SQLite" in said
+    store = await write(copies["middle"], rollouts=40)
+    await store.close()
+    assert (40, "") == await reopen(copies["middle"])
 
-        damage(copies["start"].with_name("runs.db-wal"), 0.01)
-        copies["no"].with_name("runs.db-wal").unlink()
-        for name in ("start", "no"):
-            left, said = await reopen(copies[name])
-            assert (0, True) == (left, "up to 40 are missing, those after cursor 0 up to 40" in said)
-
-    asyncio.run(body())
+    damage(copies["start"].with_name("runs.db-wal"), 0.01)
+    copies["no"].with_name("runs.db-wal").unlink()
+    for name in ("start", "no"):
+        left, said = await reopen(copies[name])
+        assert (0, True) == (left, "up to 40 are missing, those after cursor 0 up to 40" in said)
 
 
-def test_store_in_the_place_of_a_removed_one_lost_nothing(tmp_path: Path) -> None:
-    async def body() -> None:
-        path = tmp_path / "runs.db"
-        await (await write(path, rollouts=3)).close()
-        path.unlink()
-        assert (0, "") == await reopen(path)
-        assert (0, "") == await reopen(path)
-        (tmp_path / "runs.db-acknowledged").write_text("no number")
-        assert (0, "") == await reopen(path)
-
-    asyncio.run(body())
+async def test_store_in_the_place_of_a_removed_one_lost_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "runs.db"
+    await (await write(path, rollouts=3)).close()
+    path.unlink()
+    assert (0, "") == await reopen(path)
+    assert (0, "") == await reopen(path)
+    (tmp_path / "runs.db-acknowledged").write_text("no number")
+    assert (0, "") == await reopen(path)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always on a full disk")
@@ -235,84 +224,71 @@ def test_error_of_a_disk_that_is_full_at_the_first_opening_is_not_hidden(tmp_pat
     assert "failed with 'disk I/O error'" in said  # what SQLite says where a file may grow no further
 
 
-def test_store_whose_file_was_removed_takes_no_more_writes(tmp_path: Path) -> None:
-    async def body() -> None:
-        store = await write(tmp_path / "gone.db", rollouts=1)
-        (tmp_path / "gone.db").unlink()
-        with pytest.raises(StoreError, match=r"gone\.db was removed while this process used it"):
-            await store.enqueue([Rollout(rollout_id="after", task=1)])
-        await store.close()
-
-    asyncio.run(body())
+async def test_store_whose_file_was_removed_takes_no_more_writes(tmp_path: Path) -> None:
+    store = await write(tmp_path / "gone.db", rollouts=1)
+    (tmp_path / "gone.db").unlink()
+    with pytest.raises(StoreError, match=r"gone\.db was removed while this process used it"):
+        await store.enqueue([Rollout(rollout_id="after", task=1)])
+    await store.close()
 
 
-def test_store_of_a_relative_path_survives_a_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_store_of_a_relative_path_survives_a_change_of_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
-    async def body() -> None:
-        store = SQLiteStore("sqlite:///runs.db")
-        monkeypatch.chdir("/")
-        await store.enqueue([Rollout(rollout_id="after", task=1)])
-        await store.close()
-
-    asyncio.run(body())
+    store = SQLiteStore("sqlite:///runs.db")
+    monkeypatch.chdir("/")
+    await store.enqueue([Rollout(rollout_id="after", task=1)])
+    await store.close()
 
 
-def test_removed_rollouts_are_no_lost_changes(tmp_path: Path) -> None:
-    async def body() -> None:
-        store = await write(tmp_path / "runs.db", rollouts=3)
-        ids = [rollout.rollout_id for rollout in await store.rollouts(RolloutQuery())]
-        await store.cancel(ids)
-        await store.delete(ids)
-        await store.close()
-        assert (0, "") == await reopen(tmp_path / "runs.db")
-
-    asyncio.run(body())
+async def test_removed_rollouts_are_no_lost_changes(tmp_path: Path) -> None:
+    store = await write(tmp_path / "runs.db", rollouts=3)
+    ids = [rollout.rollout_id for rollout in await store.rollouts(RolloutQuery())]
+    await store.cancel(ids)
+    await store.delete(ids)
+    await store.close()
+    assert (0, "") == await reopen(tmp_path / "runs.db")
 
 
 @pytest.mark.parametrize("is_reopened", [True, False])
 @pytest.mark.parametrize("limits", [{}, {"timeout_s": 20.0, "grace_s": 0.0}], ids=["lease", "time limit"])
-def test_clock_set_back_keeps_a_dead_lease_for_its_length_at_most(
+async def test_clock_set_back_keeps_a_dead_lease_for_its_length_at_most(
     tmp_path: Path, limits: dict[str, float], is_reopened: bool
 ) -> None:
-    async def body() -> None:
-        now = [1_000_000.0]
-        store = SQLiteStore(url_of(tmp_path / "runs.db"), clock=lambda: now[0])
-        retry = RetryPolicy(max_attempts=3, **limits)
-        await store.enqueue([Rollout(rollout_id="ro", task=1, retry=retry)])
-        await store.claim(worker="dies", lease_s=600 if limits else 30)
-        now[0] -= 86400
-        if is_reopened:
-            await store.close()
-            store = SQLiteStore(url_of(tmp_path / "runs.db"), clock=lambda: now[0])
-        assert [] == await store.claim(worker="w")
-        now[0] += 19
-        assert [] == await store.claim(worker="w")
-        now[0] += 12
-        (claim,) = await store.claim(worker="w")
-        assert ("ro", 2) == (claim.rollout.rollout_id, claim.attempt.number)
+    now = [1_000_000.0]
+    store = SQLiteStore(url_of(tmp_path / "runs.db"), clock=lambda: now[0])
+    retry = RetryPolicy(max_attempts=3, **limits)
+    await store.enqueue([Rollout(rollout_id="ro", task=1, retry=retry)])
+    await store.claim(worker="dies", lease_s=600 if limits else 30)
+    now[0] -= 86400
+    if is_reopened:
         await store.close()
-
-    asyncio.run(body())
-
-
-def test_lease_of_a_live_worker_keeps_its_length_when_the_clock_is_set_back(tmp_path: Path) -> None:
-    async def body() -> None:
-        now = [1_000_000.0]
         store = SQLiteStore(url_of(tmp_path / "runs.db"), clock=lambda: now[0])
-        await store.enqueue([Rollout(rollout_id="ro", task=1)])
-        (claim,) = await store.claim(worker="lives", lease_s=30)
-        now[0] += 10
-        await store.renew([claim.attempt.attempt_id], lease_s=600)
-        now[0] -= 86400
-        assert [] == await store.claim(worker="w")
-        (attempt,) = await store.attempts("ro")
-        assert (now[0] + 600, now[0]) == (attempt.lease_until, attempt.started_at)
-        now[0] += 599
-        assert [claim.attempt.attempt_id] == await store.renew([claim.attempt.attempt_id], lease_s=600)
-        await store.close()
+    assert [] == await store.claim(worker="w")
+    now[0] += 19
+    assert [] == await store.claim(worker="w")
+    now[0] += 12
+    (claim,) = await store.claim(worker="w")
+    assert ("ro", 2) == (claim.rollout.rollout_id, claim.attempt.number)
+    await store.close()
 
-    asyncio.run(body())
+
+async def test_lease_of_a_live_worker_keeps_its_length_when_the_clock_is_set_back(tmp_path: Path) -> None:
+    now = [1_000_000.0]
+    store = SQLiteStore(url_of(tmp_path / "runs.db"), clock=lambda: now[0])
+    await store.enqueue([Rollout(rollout_id="ro", task=1)])
+    (claim,) = await store.claim(worker="lives", lease_s=30)
+    now[0] += 10
+    await store.renew([claim.attempt.attempt_id], lease_s=600)
+    now[0] -= 86400
+    assert [] == await store.claim(worker="w")
+    (attempt,) = await store.attempts("ro")
+    assert (now[0] + 600, now[0]) == (attempt.lease_until, attempt.started_at)
+    now[0] += 599
+    assert [claim.attempt.attempt_id] == await store.renew([claim.attempt.attempt_id], lease_s=600)
+    await store.close()
 
 
 def test_file_that_another_process_makes_at_the_same_moment_is_not_called_an_older_one(
@@ -372,21 +348,18 @@ def test_folder_may_have_the_characters_of_options_in_its_name(tmp_path: Path) -
     assert path.exists()
 
 
-def test_locked_file_is_waited_for_then_named(tmp_path: Path) -> None:
+async def test_locked_file_is_waited_for_then_named(tmp_path: Path) -> None:
     path = tmp_path / "runs.db"
 
-    async def main() -> None:
-        store = SQLiteStore(url_of(path), busy_s=0.1)
-        other = sqlite3.connect(path, isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StoreError, match="another process"):
-            await store.enqueue([Rollout(rollout_id="a", task=None)])
-        other.execute("ROLLBACK")
-        other.close()
+    store = SQLiteStore(url_of(path), busy_s=0.1)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match="another process"):
         await store.enqueue([Rollout(rollout_id="a", task=None)])
-        await store.close()
-
-    asyncio.run(main())
+    other.execute("ROLLBACK")
+    other.close()
+    await store.enqueue([Rollout(rollout_id="a", task=None)])
+    await store.close()
 
 
 def test_write_begins_soon_after_another_process_ends_its_transaction(tmp_path: Path) -> None:
@@ -412,58 +385,49 @@ def test_write_begins_soon_after_another_process_ends_its_transaction(tmp_path: 
     asyncio.run(main())
 
 
-def test_calls_that_wait_together_wait_once_for_a_locked_file(tmp_path: Path) -> None:
+async def test_calls_that_wait_together_wait_once_for_a_locked_file(tmp_path: Path) -> None:
     path = tmp_path / "runs.db"
 
-    async def main() -> None:
-        store = SQLiteStore(url_of(path), busy_s=0.5)
-        other = sqlite3.connect(path, isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        begin = time.monotonic()
-        calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(60)]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        assert time.monotonic() - begin < 15.0  # and not 60 times half a second
-        assert {(StoreError, True)} == {(type(each), "another process" in str(each)) for each in answers}
-        other.close()
-        await store.close()
-
-    asyncio.run(main())
+    store = SQLiteStore(url_of(path), busy_s=0.5)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    begin = time.monotonic()
+    calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(60)]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert time.monotonic() - begin < 15.0  # and not 60 times half a second
+    assert {(StoreError, True)} == {(type(each), "another process" in str(each)) for each in answers}
+    other.close()
+    await store.close()
 
 
-def test_one_failure_in_a_shared_transaction_harms_no_other(tmp_path: Path) -> None:
-    async def main() -> None:
-        store = SQLiteStore(url_of(tmp_path / "runs.db"))
-        enqueued = (store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(50))
-        refused = (store.finish([Outcome(attempt_id=f"x{at}.1", status="failed")]) for at in range(50))
-        mixed = [each for pair in zip(enqueued, refused, strict=True) for each in pair]
-        results = await asyncio.gather(*mixed, return_exceptions=True)
-        assert 50 == sum(isinstance(each, StoreError) for each in results)
-        assert 50 == len(await store.rollouts(RolloutQuery()))
-        await store.close()
-
-    asyncio.run(main())
+async def test_one_failure_in_a_shared_transaction_harms_no_other(tmp_path: Path) -> None:
+    store = SQLiteStore(url_of(tmp_path / "runs.db"))
+    enqueued = (store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(50))
+    refused = (store.finish([Outcome(attempt_id=f"x{at}.1", status="failed")]) for at in range(50))
+    mixed = [each for pair in zip(enqueued, refused, strict=True) for each in pair]
+    results = await asyncio.gather(*mixed, return_exceptions=True)
+    assert 50 == sum(isinstance(each, StoreError) for each in results)
+    assert 50 == len(await store.rollouts(RolloutQuery()))
+    await store.close()
 
 
-def test_calls_of_a_refused_append_are_no_base_for_later_ones(tmp_path: Path) -> None:
-    async def main() -> None:
-        store = SQLiteStore(url_of(tmp_path / "runs.db"))
-        await store.enqueue([Rollout(rollout_id="a", task=None)])
-        await store.claim(worker="w")
-        calls, _ = _conversation(4)
-        spans = [
-            Span(rollout_id="a", attempt_id="a.1", span_id=f"{at:016x}", name="chat", call=call)
-            for at, call in enumerate(calls)
-        ]
-        await store.append_spans(spans[:1])
-        too_far = Span(rollout_id="a", attempt_id="a.1", span_id="f" * 16, name="far", sequence=1 << 30)
-        with pytest.raises(StoreError, match="no room"):
-            await store.append_spans([spans[1], too_far])
-        others = (store.append_spans([spans[2], too_far]), store.append_spans([spans[3]]))
-        await asyncio.gather(*others, return_exceptions=True)
-        assert [calls[0], calls[3]] == [span.call for span in await store.spans("a")]
-        await store.close()
-
-    asyncio.run(main())
+async def test_calls_of_a_refused_append_are_no_base_for_later_ones(tmp_path: Path) -> None:
+    store = SQLiteStore(url_of(tmp_path / "runs.db"))
+    await store.enqueue([Rollout(rollout_id="a", task=None)])
+    await store.claim(worker="w")
+    calls, _ = _conversation(4)
+    spans = [
+        Span(rollout_id="a", attempt_id="a.1", span_id=f"{at:016x}", name="chat", call=call)
+        for at, call in enumerate(calls)
+    ]
+    await store.append_spans(spans[:1])
+    too_far = Span(rollout_id="a", attempt_id="a.1", span_id="f" * 16, name="far", sequence=1 << 30)
+    with pytest.raises(StoreError, match="no room"):
+        await store.append_spans([spans[1], too_far])
+    others = (store.append_spans([spans[2], too_far]), store.append_spans([spans[3]]))
+    await asyncio.gather(*others, return_exceptions=True)
+    assert [calls[0], calls[3]] == [span.call for span in await store.spans("a")]
+    await store.close()
 
 
 def test_call_and_conversation_stay_small(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The conformance class of algorithms passes a correct algorithm, and detects faulty ones."""
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -184,24 +183,21 @@ def test_algorithm_that_asks_for_other_tasks_after_a_lost_step_fails(tmp_path: P
         )
 
 
-def test_bench_gives_the_versions_that_are_pinned(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with AlgorithmBench(scenario_of(PickPrompt), tmp_path) as bench:
-            await bench.publish("prompt", PromptTemplate(template="be right"), step=1)
-            await bench.propose("prompt", PromptTemplate(template="be brief"), step=1, key="c")
-            for step, (version, reward) in enumerate(
-                (("v0", 0), ("under-test-1", 1), ("under-test-1-c", 0), (None, 1)), start=2
-            ):
-                pinned = {"prompt": version} if version else None
-                (episode,) = (await bench.collect(TASKS, step=step, resources=pinned)).episodes
-                assert {"prompt": version or "under-test-1"} == episode.rollout.resources
-                assert reward == int(episode.reward or 0.0)
-            with pytest.raises(NotFoundError, match="prompt@v9"):
-                await bench.collect(TASKS, step=9, resources={"prompt": "v9"})
-            with pytest.raises(ConfigError, match="with other versions"):
-                await bench.collect(TASKS, step=2, resources={"prompt": "under-test-1"})
-
-    asyncio.run(body())
+async def test_bench_gives_the_versions_that_are_pinned(tmp_path: Path) -> None:
+    async with AlgorithmBench(scenario_of(PickPrompt), tmp_path) as bench:
+        await bench.publish("prompt", PromptTemplate(template="be right"), step=1)
+        await bench.propose("prompt", PromptTemplate(template="be brief"), step=1, key="c")
+        for step, (version, reward) in enumerate(
+            (("v0", 0), ("under-test-1", 1), ("under-test-1-c", 0), (None, 1)), start=2
+        ):
+            pinned = {"prompt": version} if version else None
+            (episode,) = (await bench.collect(TASKS, step=step, resources=pinned)).episodes
+            assert {"prompt": version or "under-test-1"} == episode.rollout.resources
+            assert reward == int(episode.reward or 0.0)
+        with pytest.raises(NotFoundError, match="prompt@v9"):
+            await bench.collect(TASKS, step=9, resources={"prompt": "v9"})
+        with pytest.raises(ConfigError, match="with other versions"):
+            await bench.collect(TASKS, step=2, resources={"prompt": "under-test-1"})
 
 
 def test_algorithm_that_accepts_nothing_to_tune_fails(tmp_path: Path) -> None:

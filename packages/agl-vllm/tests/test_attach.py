@@ -35,30 +35,24 @@ async def serving(base, **settings):
         await owner.stop()
 
 
-def test_attaching_finds_the_model_and_reloads_by_default(base, make_weights):
-    async def run():
-        async with serving(base, replicas=2) as urls:
-            policy = attached(base, urls)
-            served = await policy.start()
-            assert (tuple(urls), "main_llm") == (served.base_urls, served.model)
-            await policy.load(published(make_weights("new", shift=0.5)))
-            await policy.stop()
-            for url in urls:
-                assert "/collective_rpc" in noted(url)["paths"]
-            assert urls[0].startswith("http://127.0.0.1:")
-
-    asyncio.run(run())
+async def test_attaching_finds_the_model_and_reloads_by_default(base, make_weights):
+    async with serving(base, replicas=2) as urls:
+        policy = attached(base, urls)
+        served = await policy.start()
+        assert (tuple(urls), "main_llm") == (served.base_urls, served.model)
+        await policy.load(published(make_weights("new", shift=0.5)))
+        await policy.stop()
+        for url in urls:
+            assert "/collective_rpc" in noted(url)["paths"]
+        assert urls[0].startswith("http://127.0.0.1:")
 
 
-def test_a_server_of_another_model_or_none_at_all_is_refused(base):
-    async def run():
-        async with serving(base) as urls:
-            with pytest.raises(PolicyError, match=r"serves \['main_llm'\] and not 'other'"):
-                await attached(base, urls, served_model="other").start()
-        with pytest.raises(PolicyError, match=r"did not answer http://127.0.0.1:9/v1/models .*is it running"):
-            await attached(base, "http://127.0.0.1:9/v1").start()
-
-    asyncio.run(run())
+async def test_a_server_of_another_model_or_none_at_all_is_refused(base):
+    async with serving(base) as urls:
+        with pytest.raises(PolicyError, match=r"serves \['main_llm'\] and not 'other'"):
+            await attached(base, urls, served_model="other").start()
+    with pytest.raises(PolicyError, match=r"did not answer http://127.0.0.1:9/v1/models .*is it running"):
+        await attached(base, "http://127.0.0.1:9/v1").start()
 
 
 @pytest.mark.parametrize(
@@ -70,63 +64,51 @@ def test_a_server_of_another_model_or_none_at_all_is_refused(base):
         ("application/json", '{"data": []}'),
     ],
 )
-def test_a_server_that_lists_no_models_is_refused(base, kind, text):
-    async def run():
-        async def answer(_request):
-            return web.Response(text=text, content_type=kind)
+async def test_a_server_that_lists_no_models_is_refused(base, kind, text):
+    async def answer(_request):
+        return web.Response(text=text, content_type=kind)
 
-        app = web.Application()
-        app.router.add_get("/v1/models", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-            with pytest.raises(PolicyError, match=r"/v1/models .*is base_url that of a vLLM server"):
-                await attached(base, url).start()
-        finally:
-            await runner.cleanup()
-
-    asyncio.run(run())
+    app = web.Application()
+    app.router.add_get("/v1/models", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        with pytest.raises(PolicyError, match=r"/v1/models .*is base_url that of a vLLM server"):
+            await attached(base, url).start()
+    finally:
+        await runner.cleanup()
 
 
-def test_a_server_whose_logprobs_leave_the_temperature_out_is_refused(base, fake):
+async def test_a_server_whose_logprobs_leave_the_temperature_out_is_refused(base, fake):
     fake("raw-logprobs")
 
-    async def run():
-        with pytest.raises(PolicyError, match=r"at temperature 1 whatever.*--logprobs-mode processed_logprobs"):
-            async with serving(base):
-                pass
-
-    asyncio.run(run())
+    with pytest.raises(PolicyError, match=r"at temperature 1 whatever.*--logprobs-mode processed_logprobs"):
+        async with serving(base):
+            pass
 
 
 @pytest.mark.parametrize("own", ["own-temperature", "own-top-p"])
-def test_a_server_that_samples_by_the_models_own_parameters_is_refused(base, fake, own):
+async def test_a_server_that_samples_by_the_models_own_parameters_is_refused(base, fake, own):
     fake(own)
 
-    async def run():
-        with pytest.raises(PolicyError, match=r"generation_config.json where.*start it with --generation-config vllm"):
-            async with serving(base):
-                pass
-
-    asyncio.run(run())
+    with pytest.raises(PolicyError, match=r"generation_config.json where.*start it with --generation-config vllm"):
+        async with serving(base):
+            pass
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
-def test_a_server_without_the_modes_that_updates_need_says_which(base, make_weights, kind):
+async def test_a_server_without_the_modes_that_updates_need_says_which(base, make_weights, kind):
     weights = make_weights("new", shift=0.5, base=base if kind == "adapter" else None)
     variable = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" if kind == "adapter" else "VLLM_SERVER_DEV_MODE=1"
 
-    async def run():
-        off = {"VLLM_SERVER_DEV_MODE": "", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": ""}
-        async with serving(base, env=off) as urls:
-            policy = attached(base, urls)
-            await policy.start()
-            with pytest.raises(PolicyError, match=variable):
-                await policy.load(published(weights))
-
-    asyncio.run(run())
+    off = {"VLLM_SERVER_DEV_MODE": "", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": ""}
+    async with serving(base, env=off) as urls:
+        policy = attached(base, urls)
+        await policy.start()
+        with pytest.raises(PolicyError, match=variable):
+            await policy.load(published(weights))
 
 
 def test_calls_through_the_gateway_carry_ids_logprobs_and_the_adapters_version(base, make_weights):

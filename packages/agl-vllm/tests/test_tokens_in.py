@@ -256,36 +256,28 @@ def test_stream_comes_in_one_piece_with_calls_and_ids(base):
     )
 
 
-def test_server_that_cannot_be_reached_hangs_up_here_too(base):
-    async def run():
-        async with running(Server()) as url:
-            policy = VLLMPolicy(name="main_llm", model=base.uri, base_url=url, tokens_in=True)
-            served = await policy.start()
-        try:
-            async with aiohttp.ClientSession() as session:
-                for path in ("chat/completions", "completions"):
-                    with pytest.raises(aiohttp.ServerDisconnectedError):
-                        await session.post(f"{served.base_urls[0]}/{path}", json={"model": "main_llm", "messages": []})
-        finally:
-            await policy.stop()
-
-    asyncio.run(run())
+async def test_server_that_cannot_be_reached_hangs_up_here_too(base):
+    async with running(Server()) as url:
+        policy = VLLMPolicy(name="main_llm", model=base.uri, base_url=url, tokens_in=True)
+        served = await policy.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            for path in ("chat/completions", "completions"):
+                with pytest.raises(aiohttp.ServerDisconnectedError):
+                    await session.post(f"{served.base_urls[0]}/{path}", json={"model": "main_llm", "messages": []})
+    finally:
+        await policy.stop()
 
 
-def test_server_without_the_option_is_refused_where_it_is_asked_for(base):
-    async def run():
-        owner = started(base)
-        try:
-            served = await owner.start()
-            policy = VLLMPolicy(name="main_llm", model=base.uri, base_url=served.base_urls[0], tokens_in=True)
-            with pytest.raises(
-                PolicyError, match=r"takes no prompts of token ids; start vLLM 0\.32 .*enable-scale-out"
-            ):
-                await policy.start()
-        finally:
-            await owner.stop()
-
-    asyncio.run(run())
+async def test_server_without_the_option_is_refused_where_it_is_asked_for(base):
+    owner = started(base)
+    try:
+        served = await owner.start()
+        policy = VLLMPolicy(name="main_llm", model=base.uri, base_url=served.base_urls[0], tokens_in=True)
+        with pytest.raises(PolicyError, match=r"takes no prompts of token ids; start vLLM 0\.32 .*enable-scale-out"):
+            await policy.start()
+    finally:
+        await owner.stop()
 
 
 def test_started_server_gets_the_option_where_its_vllm_has_it(tmp_path, monkeypatch):

@@ -1,29 +1,25 @@
-"""The view of agents: calls, credit, trained tokens, errors and order of the calls of each agent of a run.
+"""The view of agents: calls, credit, trained tokens and errors of each agent of a run.
 
-The sums over a whole run come from the tallies that the run stored with each step. The order of calls and the rollouts
-without a step are summed here, over the newest ``LOOKED`` rollouts.
+The sums over a whole run come from the tallies that the run stored with each step. Rollouts without a step
+are summed here, among the newest ``LOOKED`` rollouts.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Literal
 
 from agl import semconv
 from agl.contracts import CallUse, Moments, Recording, RolloutQuery, Store
 from agl.episodes import Enclosing, chronological
 from agl.schemas import Mode, Record, Span
-from agl_console.figures import Figure, Line, thinned
+from agl_console.figures import Figure, Line, line_of
 from agl_console.reading import newest_recordings, run_of
 from agl_inspect.advice.agent_changes import AgentChange, agent_changes
+from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, read_tallies
 from agl_inspect.rollouts.training import uses_of
 
-LOOKED = 50
+LOOKED = 30
 """The number of newest rollouts that are read."""
-
-SHOWN = 12
-"""The most agents in the matrix of consecutive calls; those with the most calls are shown."""
 
 DRAWN = 6
 """The most agents in a figure, one per colour; those with the most calls are shown."""
@@ -39,35 +35,13 @@ class AgentsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class AgentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """An agent's numbers, either over the newest rollouts or over all steps of a run.
+    """An agent's sums over the newest rollouts or over all steps of a run.
 
-    Attributes:
-        agent: The agent's name; ``""`` for calls outside of any agent.
-        rollouts: Rollouts in which the agent made a call.
-        calls: Calls by the agent.
-        tokens: Tokens that the model sampled for the agent.
-        trained: Sampled tokens on which a step trained.
-        share: The agent's share of all trained tokens; of all sampled tokens if none were trained.
-        seconds: Time in the agent's calls.
-        reward: Mean reward of the rollouts in which the agent made a call; ``None`` over the newest rollouts.
-        spread: Standard deviation of that reward.
-        credit: Mean credit of the calls for which a step reported one.
-        advantage: Mean advantage of the calls for which a step reported one.
-        errors: The agent's spans that ended with an error, tools included.
+    ``share`` is its share of all trained tokens, or of all sampled tokens if none were trained.
     """
 
-    agent: str
-    rollouts: int
-    calls: int
-    tokens: int
-    trained: int
+    sums: AgentTally
     share: float | None
-    seconds: float
-    reward: float | None
-    spread: float | None
-    credit: float | None
-    advantage: float | None
-    errors: int
 
 
 class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -83,8 +57,6 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
         looked_through: Number of newest rollouts that were read.
         cut_off: Number of calls in these rollouts whose answers were cut off at the token limit.
         agents: The agents in these rollouts.
-        names: The agents of the matrix.
-        follows: The matrix: how often a call of the row's agent was followed by a call of the column's agent.
     """
 
     name: str
@@ -98,8 +70,6 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     looked_through: int
     cut_off: int
     agents: list[AgentRow]
-    names: list[str]
-    follows: list[list[int]]
 
 
 async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsView:
@@ -120,21 +90,19 @@ async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsVi
         sums.add(recording)
         looked += 1
     agents = _rows(sums.agents)
-    names = [row.agent for row in agents if row.calls][:SHOWN]
+    whole = _rows(_summed(agent for tally in tallies for agent in tally.agents))
     return AgentsView(
         name=name,
         mode=chosen.mode,
-        whole=_rows(_summed(agent for tally in tallies for agent in tally.agents)),
+        whole=whole,
         whole_rollouts=sum(each.rollouts for each in tallies),
         whole_steps=len(tallies),
         whole_mode=mode,
         changes=agent_changes(every),
-        figures=_figures(name, tallies),
+        figures=_figures(name, tallies, [row.sums.agent for row in whole[:DRAWN]]),
         looked_through=looked,
         cut_off=sums.cut_off,
         agents=agents,
-        names=names,
-        follows=[[sums.follows[first, second] for second in names] for first in names],
     )
 
 
@@ -152,46 +120,21 @@ def _rows(found: Mapping[str, AgentTally]) -> list[AgentRow]:
     trained = sum(each.trained for each in agents)
     sampled = sum(each.tokens for each in agents)
     return [
-        AgentRow(
-            agent=each.agent,
-            rollouts=each.rollouts,
-            calls=each.calls,
-            tokens=each.tokens,
-            trained=each.trained,
-            share=each.trained / trained if trained else each.tokens / sampled if sampled else None,
-            seconds=each.seconds,
-            reward=each.reward.mean if each.reward.count else None,
-            spread=None if each.reward.variance is None else each.reward.variance**0.5,
-            credit=each.credit.mean if each.credit.count else None,
-            advantage=each.advantage.mean if each.advantage.count else None,
-            errors=each.errors,
-        )
+        AgentRow(sums=each, share=each.trained / trained if trained else each.tokens / sampled if sampled else None)
         for each in agents[:LISTED]
     ]
 
 
-def _figures(run: str, tallies: Sequence[StepTally]) -> list[Figure]:
+def _figures(run: str, tallies: Sequence[StepTally], agents: Sequence[str]) -> list[Figure]:
     """Return the figure of each agent's credit over the steps; none without credit at two steps."""
-    agents = [row.agent for row in _rows(_summed(agent for tally in tallies for agent in tally.agents))[:DRAWN]]
     algorithms = dict.fromkeys(each.algorithm for each in tallies)
     series: list[Line] = []
     for algorithm in algorithms:
         steps = [each for each in tallies if each.algorithm == algorithm]
         for agent in agents:
-            points = [(each.step, _credit(each, agent)) for each in steps]
-            shown = thinned([(step, number) for step, number in points if number is not None])
             label = agent or "no agent"
-            series.append(
-                Line(
-                    run=run,
-                    algorithm=label if len(algorithms) == 1 else f"{algorithm}: {label}",
-                    steps=[step for step, _ in shown],
-                    places=[step for step, _ in shown],
-                    values=[number for _, number in shown],
-                    low=[None] * len(shown),
-                    high=[None] * len(shown),
-                )
-            )
+            points = [(each.step, each.step, number) for each in steps if (number := _credit(each, agent)) is not None]
+            series.append(line_of(run, label if len(algorithms) == 1 else f"{algorithm}: {label}", points))
     drawn = [line for line in series if len(line.steps) > 1]
     return [Figure(name="credit", series=drawn)] if drawn else []
 
@@ -202,32 +145,32 @@ def _credit(tally: StepTally, agent: str) -> float | None:
 
 
 class _Sums:
-    """Sums over recordings: the tally of each agent, and the pairs that call in sequence."""
+    """Sums over recordings: the tally of each agent, and the calls that were cut off."""
 
     def __init__(self) -> None:
         self.agents: dict[str, AgentTally] = {}
-        self.follows: Counter[tuple[str, str]] = Counter()
         self.cut_off = 0
 
     def add(self, recording: Recording) -> None:
         """Add the deciding attempt of a rollout to the sums."""
         own = [span for span in recording.spans if span.attempt_id == recording.rollout.attempt_id]
         spans, enclosing, uses = chronological(own).spans, Enclosing(own), uses_of(recording.spans)
-        callers: list[str] = []
+        callers: set[str] = set()
         shares: list[AgentTally] = []
         for span in spans:
             who = enclosing.who(span)
             if span.call is not None:
                 self.cut_off += span.call.is_truncated
-                shares.append(_share_of(span, who.agent, uses.get(span.span_id), is_first=who.agent not in callers))
-                callers.append(who.agent)
+                reward = None if who.agent in callers else reward_of(recording)
+                use = uses.get(span.span_id)
+                shares.append(_share_of(span, who.agent, use, reward=reward, is_first=who.agent not in callers))
+                callers.add(who.agent)
             if span.status == "error" and span.name not in (semconv.ROOT_SPAN_NAME, semconv.UNREADABLE):
                 shares.append(AgentTally(agent=who.agent, errors=1))
-        self.follows.update(pairwise(callers))
         self.agents = _summed([*self.agents.values(), *shares])
 
 
-def _share_of(span: Span, agent: str, use: CallUse | None, *, is_first: bool) -> AgentTally:
+def _share_of(span: Span, agent: str, use: CallUse | None, *, reward: float | None, is_first: bool) -> AgentTally:
     """Return the tally of a single call; the rollout is counted with the agent's first call."""
     tokens = span.call.response_len if span.call else 0
     return AgentTally(
@@ -237,6 +180,7 @@ def _share_of(span: Span, agent: str, use: CallUse | None, *, is_first: bool) ->
         tokens=tokens,
         trained=tokens if use is not None and use.row >= 0 else 0,
         seconds=max(0, span.end_ns - span.start_ns) / 1e9,
+        reward=_moments(reward),
         credit=_moments(use.credit if use else None),
         advantage=_moments(use.advantage if use else None),
     )

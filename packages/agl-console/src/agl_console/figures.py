@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from agl.contracts import Metric
-from agl.errors import ConfigError
 from agl.schemas import Record
+from agl_inspect.advice.suggestions import VALIDATE
 from agl_inspect.records.metrics import experiment_step
 from agl_inspect.rollouts.step_tallies import StepTally
 
@@ -58,6 +58,15 @@ class Mark(Record, frozen=True, kw_only=True, omit_defaults=False):
     query: dict[str, Any] = {}
 
 
+class Stretch(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """Steps of one algorithm in a row: the places ``first`` to ``last``, and the algorithm's own step at ``first``."""
+
+    algorithm: str
+    first: int
+    last: int
+    step: int
+
+
 class Figure(Record, frozen=True, kw_only=True, omit_defaults=False):
     """Lines over the steps of all algorithms, or over something else.
 
@@ -65,6 +74,7 @@ class Figure(Record, frozen=True, kw_only=True, omit_defaults=False):
         is_thinned: True if some points are left out.
         over: One unit of the axis.
         marks: Events on the axis.
+        stretches: The algorithms along the axis, so that a place is shown as a step of its algorithm.
     """
 
     name: str
@@ -72,11 +82,31 @@ class Figure(Record, frozen=True, kw_only=True, omit_defaults=False):
     is_thinned: bool = False
     over: str = "step"
     marks: list[Mark] = []
+    stretches: list[Stretch] = []
 
     @property
     def is_constant(self) -> bool:
         """True if every line has the same value at all of its steps."""
         return all(len(set(line.values)) == 1 for line in self.series)
+
+
+def stretches_of(metrics: Sequence[Metric]) -> list[Stretch]:
+    """Return the stretches of a run in order; none if its algorithms alternate too often to be named on an axis."""
+    found: list[Stretch] = []
+    known = {(experiment_step(metric), metric.algorithm, metric.step) for metric in metrics}
+    for place, algorithm, step in sorted(each for each in known if each[1] != VALIDATE):
+        last = found[-1] if found else None
+        if last and (algorithm, place, step) == (last.algorithm, last.last + 1, last.step + place - last.first):
+            found[-1] = replace(last, last=place)
+        else:
+            found.append(Stretch(algorithm=algorithm, first=place, last=place, step=step))
+    return found if len(found) <= POINTS else []
+
+
+def step_at(stretches: Sequence[Stretch], place: int) -> str:
+    """Return the step at a place, such as ``grpo 12``; ``the start`` for place 0, else the place itself."""
+    own = next((each for each in stretches if each.first <= place <= each.last), None)
+    return f"{own.algorithm} {own.step + place - own.first}" if own else f"step {place}" if place else "the start"
 
 
 def figure_of(name: str, metrics: Mapping[str, Sequence[Metric]]) -> Figure:
@@ -132,6 +162,21 @@ def _line(run: str, algorithm: str, found: Sequence[Metric], ends: dict[tuple[st
     return Line(run=run, algorithm=algorithm, steps=steps, places=places, values=values, low=low, high=high)
 
 
+def line_of(run: str, name: str, points: Sequence[tuple[int, int, float]]) -> Line:
+    """Return a line without intervals from its points, each a step, its place and a value."""
+    shown = thinned(points)
+    none: list[float | None] = [None] * len(shown)
+    return Line(
+        run=run,
+        algorithm=name,
+        steps=[step for step, _, _ in shown],
+        places=[place for _, place, _ in shown],
+        values=[value for _, _, value in shown],
+        low=none,
+        high=none,
+    )
+
+
 def thinned(found: Sequence[T], most: int = POINTS) -> Sequence[T]:
     """Return at most ``most`` of a line's points, evenly spread, with the first and the last."""
     if len(found) <= most:
@@ -178,65 +223,3 @@ def _spark_points(line: Line) -> list[tuple[int, float, float, float]]:
     found = zip(line.places, line.values, line.low, line.high, strict=True)
     shown = thinned(list(found), SPARK_POINTS)
     return [(p, v, v if low is None else low, v if high is None else high) for p, v, low, high in shown]
-
-
-SHARE = 0.9
-"""The default goal as a share of the best reward."""
-
-
-class Reached(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The first step at which an algorithm's reward reached a goal.
-
-    Attributes:
-        step: The algorithm's own step; ``None`` if the goal was not reached.
-        place: The same step counted over all algorithms; ``None`` if the goal was not reached.
-        value: The reward of that step, else the highest reward so far.
-    """
-
-    run: str
-    algorithm: str
-    step: int | None
-    place: int | None
-    value: float
-
-
-class Goal(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A goal for the reward, and the first steps that reached it; ``is_given`` is true if the address names it."""
-
-    reward: float
-    is_given: bool
-    reached: list[Reached]
-
-
-def goal_of(metrics: Mapping[str, Sequence[Metric]], chosen: float | None) -> Goal | None:
-    """Return the goal and the first step of each algorithm that reached it; ``None`` if no reward but 0 is logged.
-
-    Args:
-        metrics: Metrics by run.
-        chosen: The goal; ``None`` for the highest reward of all runs, less a tenth of its absolute value.
-
-    Raises:
-        ConfigError: ``chosen`` is not a finite number.
-    """
-    if chosen is not None and not math.isfinite(chosen):
-        raise ConfigError(f"no step reaches a reward of {chosen}; give goal a finite number, such as 0.8")
-    lines: dict[tuple[str, str], list[Metric]] = {}
-    for run, found in metrics.items():
-        for metric in found:
-            if metric.name == REWARD and math.isfinite(metric.value):
-                lines.setdefault((run, metric.algorithm), []).append(metric)
-    values = [metric.value for line in lines.values() for metric in line]
-    if not any(values):
-        return None
-    best = max(values)
-    goal = best - (1 - SHARE) * abs(best) if chosen is None else chosen
-    reached = [_reached(run, algorithm, line, goal) for (run, algorithm), line in lines.items()]
-    return Goal(reward=goal, is_given=chosen is not None, reached=reached)
-
-
-def _reached(run: str, algorithm: str, line: Sequence[Metric], goal: float) -> Reached:
-    first = min((metric for metric in line if metric.value >= goal), key=experiment_step, default=None)
-    if first is None:
-        best = max(metric.value for metric in line)
-        return Reached(run=run, algorithm=algorithm, step=None, place=None, value=best)
-    return Reached(run=run, algorithm=algorithm, step=first.step, place=experiment_step(first), value=first.value)

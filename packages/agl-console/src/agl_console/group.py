@@ -85,7 +85,6 @@ class Member(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A rollout of the group.
 
     Attributes:
-        baseline: Mean reward of the group's rollouts that are shown; ``None`` without a reward.
         credit: Mean credit of the rollout's calls, as the last step reported it.
         advantage: Mean advantage of the rollout's trained calls, as the last step reported it.
         why: How the reward stands in the group, and what training did with the rollout's answers.
@@ -98,7 +97,6 @@ class Member(Record, frozen=True, kw_only=True, omit_defaults=False):
     rollout_id: str
     status: str
     reward: float | None
-    baseline: float | None
     credit: float | None
     advantage: float | None
     why: str
@@ -269,7 +267,6 @@ def _member(run: _Run, other: _Run, rewards: Sequence[float], largest: float) ->
         rollout_id=run.rollout.rollout_id,
         status=run.rollout.status,
         reward=run.reward,
-        baseline=fmean(rewards) if rewards else None,
         credit=fmean(credits) if credits else None,
         advantage=advantage,
         why=_why(run, advantage, rewards),
@@ -282,12 +279,10 @@ def _member(run: _Run, other: _Run, rewards: Sequence[float], largest: float) ->
 
 def _why(run: _Run, advantage: float | None, rewards: Sequence[float]) -> str:
     """Return how a rollout's reward stands in its group, and what training did with its answers."""
-    said = [standing(run.reward, rewards)]
+    said = [standing(run.reward, rewards, advantage)]
     if run.reward is None:
         said.append("It has no reward.")
-    if advantage:
-        said.append(f"Training made its answers {'more' if advantage > 0 else 'less'} likely.")
-    elif advantage is None:
+    if advantage is None:
         notes = dict.fromkeys(use.note for use in run.uses.values() if use.row < 0 and use.note)
         said.append(f"It did not train: {'; '.join(notes)}." if notes else "No step has trained on it.")
     return " ".join(filter(None, said))

@@ -9,8 +9,8 @@ from agl.acceptance import Gate, error_for
 from agl.contracts import Store
 from agl.errors import NotFoundError
 from agl.schemas import Record
-from agl_console.figures import Figure, Line, thinned
-from agl_console.versions import DiffLine, difference
+from agl_console.figures import POINTS, Figure, line_of
+from agl_console.versions import DiffLine, NoFilter, difference
 from agl_inspect.learning import REGRESSION, add_pair, add_unit, computed_again, replay_gates, served_gates
 from agl_inspect.records.learning import (
     Decision,
@@ -34,10 +34,6 @@ SHOWN = 12
 
 LEAST = -3.0
 """The lowest evidence that is drawn, as a power of ten."""
-
-
-class NoFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The page has no parameters."""
 
 
 class LearnerFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -265,16 +261,15 @@ def _evidence(candidate: str, stage: str, gate: Gate, observed: Sequence[T], add
     for place, each in enumerate(observed, start=1):
         add(each)
         odds.append((place, _power(gate.evidence), _power(gate.evidence_of_harm)))
-    shown = thinned(odds)
-    places = [place for place, _, _ in shown]
+    needed = _power(1 / gate.error)
     values = {
-        "better": [better for _, better, _ in shown],
-        "worse": [worse for _, _, worse in shown],
-        "needed": [_power(1 / gate.error)] * len(shown),
+        "better": [(place, place, better) for place, better, _ in odds],
+        "worse": [(place, place, worse) for place, _, worse in odds],
+        "needed": [(place, place, needed) for place, _, _ in odds],
     }
-    lines = [_line(candidate, name, places, numbers) for name, numbers in values.items() if places]
+    lines = [line_of(candidate, name, points) for name, points in values.items() if points]
     over = "pair" if stage == "replay" else "user"
-    return Figure(name=f"evidence in {stage}", series=lines, is_thinned=len(odds) > len(shown), over=over)
+    return Figure(name=f"evidence in {stage}", series=lines, is_thinned=len(odds) > POINTS, over=over)
 
 
 def _power(odds: float) -> float:
@@ -292,10 +287,5 @@ def _share_figures(candidate: LearningCandidate) -> list[Figure]:
     places = sorted(place for place in points if place >= 0)
     if not any(points.values()):
         return []
-    line = _line(candidate.id, "share", places, [points[place] for place in places])
+    line = line_of(candidate.id, "share", [(place, place, points[place]) for place in places])
     return [Figure(name="share of the traffic", series=[line], over="second")]
-
-
-def _line(candidate: str, name: str, places: list[int], values: list[float]) -> Line:
-    none: list[float | None] = [None] * len(places)
-    return Line(run=candidate, algorithm=name, steps=places, places=places, values=values, low=none, high=none)

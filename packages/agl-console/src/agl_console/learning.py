@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from agl.contracts import ExperimentRecord, Metric, Store, VersionScore
 from agl.schemas import Record
-from agl_console.figures import REWARD, Figure, Goal, Mark, derived, figure_of, goal_of
+from agl_console.figures import REWARD, Figure, Mark, Stretch, derived, figure_of, line_of, stretches_of
 from agl_console.reading import run_of
 from agl_console.runs import best_version, has_failures, is_made_by, rewards_of, status_of
 from agl_inspect.advice.suggestions import Suggestion, read_alerts, suggestions_in
@@ -23,6 +23,7 @@ METRICS = {
     "best_val_score": "",
     "kl": "distance to the first policy, nats per token",
     "entropy": "spread of the policy's next token, nats",
+    "entropy_by_turn": "entropy of a rollout's first answer, second answer and so on, the mean in nats",
     "clipped": "",
     "clipped_low": "share of tokens clipped below",
     "clipped_high": "share of tokens clipped above",
@@ -53,6 +54,7 @@ METRICS = {
 
 HEALTH = (
     "entropy",
+    "entropy_by_turn",
     "kl",
     "logprob_gap",
     "groups_silent",
@@ -89,11 +91,9 @@ class LearningFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         before: The tables show steps below this one; ``None`` for the newest.
-        goal: The reward that counts as reached; ``None`` for nine tenths of the run's best one.
     """
 
     before: int | None = None
-    goal: float | None = None
 
 
 class StepTable(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -120,10 +120,12 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         suggestions: The output of ``agl metrics --suggest`` for the run.
-        goal: The steps until a reward was reached; ``None`` if no reward is logged.
         rewards: The figure of rewards, with published versions, roll-backs and alerts as marks; ``None`` without one.
         health: Figures that show whether the run is healthy.
         figures: Figures of all other numbers that change.
+        stretches: The algorithms of the run in the order of their steps.
+        events: The number of marks on that figure by their kind.
+        rejected: The number of candidates that a search has refused.
         constants: The values that all steps of all algorithms share, by metric.
         meanings: Explanations of metrics, by name.
         next: The query of the page with older steps; empty if there are none.
@@ -137,10 +139,12 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
     best: VersionScore | None
     has_failures: bool
     suggestions: list[Suggestion]
-    goal: Goal | None
     rewards: Figure | None
     health: list[Figure]
     figures: list[Figure]
+    stretches: list[Stretch]
+    events: dict[str, int]
+    rejected: int
     constants: dict[str, float]
     meanings: dict[str, str]
     tables: list[StepTable]
@@ -159,7 +163,9 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
     shown = [metric for metric in metrics if chosen.before is None or metric.step < chosen.before]
     newest = sorted({metric.step for metric in shown}, reverse=True)
     steps = newest[:rows]
-    figures = {figure.name: figure for figure in _figures(name, metrics)}
+    stretches = stretches_of(logged)
+    drawn = [*_figures(name, metrics), *_entropy_by_turn(name, tallies, logged)]
+    figures = {figure.name: replace(figure, stretches=stretches) for figure in drawn}
     rewards = figures.pop(REWARD, None)
     constants = {
         key: figure.series[0].values[0]
@@ -167,6 +173,8 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
         if figure.is_constant and len({line.values[0] for line in figure.series}) == 1
     }
     best = await best_version(store, record)
+    marks = await marks_of(store, record, logged, best) if rewards else []
+    kinds = [mark.kind for mark in marks]
     return LearningView(
         name=name,
         status=await status_of(store, record),
@@ -176,17 +184,17 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
         best=best,
         has_failures=await has_failures(store, name),
         suggestions=await suggestions_in(store, logged),
-        goal=goal_of({name: logged}, chosen.goal),
-        rewards=rewards and replace(rewards, marks=await marks_of(store, record, logged, best)),
+        rewards=rewards and replace(rewards, marks=marks),
         health=[figures[key] for key in HEALTH if key in figures and key not in constants],
         figures=[figure for key, figure in figures.items() if key not in constants and key not in HEALTH],
+        stretches=stretches,
+        events={kind: kinds.count(kind) for kind in ("published", "best", "back", "alert")},
+        rejected=int(max((metric.value for metric in logged if metric.name == "rejected"), default=0)),
         constants=constants,
         meanings=MEANINGS,
         tables=_tables([metric for metric in shown if steps and metric.step >= steps[-1]], tallies),
         settings=await load_settings(store, record),
-        next={"before": str(steps[-1]), **({} if chosen.goal is None else {"goal": repr(chosen.goal)})}
-        if len(newest) > rows
-        else {},
+        next={"before": str(steps[-1])} if len(newest) > rows else {},
     )
 
 
@@ -231,13 +239,32 @@ async def marks_of(
         Mark(
             place=places.get((alert.found.algorithm, alert.found.step), at(alert.time)),
             kind="alert",
-            text=f"{alert.found.algorithm}: {alert.found.evidence}",
+            text=". To change that: ".join(filter(None, (alert.found.evidence, alert.found.change))),
             address=["rollouts"],
             query={"experiment": record.name, "algorithm": alert.found.algorithm, "step": alert.found.step},
         )
         for alert in alerts
     ]
     return sorted(found, key=lambda mark: mark.place)
+
+
+def _entropy_by_turn(run: str, tallies: Sequence[StepTally], logged: Sequence[Metric]) -> list[Figure]:
+    """Return the figure of the entropies of first calls, second calls and so on; none for rollouts of one call."""
+    places = {(metric.algorithm, metric.step): experiment_step(metric) for metric in logged}
+    steps = [each for each in tallies if each.entropies and (each.algorithm, each.step) in places]
+    lines = [
+        line_of(
+            run,
+            f"turn {turn + 1}",
+            [
+                (each.step, places[each.algorithm, each.step], each.entropies[turn].mean)
+                for each in steps
+                if len(each.entropies) > turn
+            ],
+        )
+        for turn in range(max((len(each.entropies) for each in steps), default=0))
+    ]
+    return [Figure(name="entropy_by_turn", series=lines)] if len(lines) > 1 else []
 
 
 def _figures(run: str, metrics: Sequence[Metric]) -> list[Figure]:

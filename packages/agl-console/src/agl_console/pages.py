@@ -11,15 +11,16 @@ from aiohttp import web
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from agl.contracts import Moments
 from agl.errors import AglError, ConfigError, NotFoundError
 from agl.hints import count_of
-from agl.schemas import Record, to_builtins
-from agl_console.figures import HEIGHT, WIDTH, Line, sparks
+from agl.schemas import Attempt, Record, to_json
+from agl_console.figures import HEIGHT, WIDTH, Line, sparks, step_at
 from agl_console.learning import LABELS
 from agl_console.reading import TAG
 from agl_console.views import View
 from agl_inspect.advice.suggestions import VALIDATE
-from agl_inspect.text import ends, visible
+from agl_inspect.text import ends, parts_text, visible
 
 _NONE = "\N{EN DASH}"
 """The text that is shown for an unknown number or time."""
@@ -44,6 +45,9 @@ class Pages:
         self._templates.filters.update(number=number, probability=probability, clock=clock, seconds=seconds, data=data)
         self._templates.filters.update(
             dict[str, Any](ends=ends, quantity=count_of, ago=ago, spark=spark, words=words, tagged=TAG.split)
+        )
+        self._templates.filters.update(
+            dict[str, Any](mean=mean, parts=parts_text, stepped=stepped, step_at=step_at, lasted=lasted)
         )
         self._templates.globals["link"] = link
         self._store = store
@@ -143,6 +147,11 @@ def seconds(value: float | None) -> str:
     return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
+def lasted(attempt: Attempt) -> str:
+    """Format the duration of an attempt; a dash before its end."""
+    return seconds(max(0.0, attempt.finished_at - attempt.started_at) if attempt.finished_at else None)
+
+
 def ago(unix_s: float) -> Markup:
     """Return the time since a moment in words, with the exact time in UTC on hover; a dash for an unknown time."""
     exact, passed = clock(unix_s), time.time() - unix_s
@@ -166,9 +175,24 @@ def words(name: str) -> str:
     return "validation" if name == VALIDATE else LABELS.get(name, name.replace("_", " "))
 
 
-def data(value: Any) -> Any:
-    """Convert records to values that ``tojson`` accepts."""
-    return to_builtins(value)
+def mean(values: Moments) -> float | None:
+    """Return the mean of some values; ``None`` without any."""
+    return values.mean if values.count else None
+
+
+def stepped(algorithm: str, step: int | None) -> str:
+    """Return a step as ``grpo 12``; a validation as the number of steps before it."""
+    if algorithm == VALIDATE and step is not None:
+        return f"validation after {count_of(step, 'step')}" if step else "validation before the first step"
+    return " ".join([algorithm or "no algorithm", *([] if step is None else [str(step)])])
+
+
+def data(value: Record) -> Markup:
+    """Return a record as JSON for a script element, which no text in it can end."""
+    return Markup(to_json(value).decode().translate(_INERT))
+
+
+_INERT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def _inert(value: Any) -> Any:

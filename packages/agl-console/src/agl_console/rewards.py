@@ -8,17 +8,6 @@ from agl.schemas import Attempt, Record, Reward, Rollout, Span
 ROWS = 200
 """The most rewards in the table; a rollout may have thousands, for its turns and spans."""
 
-_FEEDBACK = 600
-"""The most characters of feedback in the table; the span's page shows all of it."""
-
-
-class RewardPart(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A part of a reward; ``weight`` is ``None`` if no composite reward recorded one."""
-
-    name: str
-    value: float | None
-    weight: float | None
-
 
 class RewardRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A recorded reward.
@@ -30,18 +19,11 @@ class RewardRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         about: The number of the span that the reward is about; ``None`` for the whole attempt.
         about_name: The name of that span.
         use: What became of the reward: the reason why it is or is not the rollout's.
-        is_cut: True if the feedback is longer than shown.
     """
 
     attempt: int
     sequence: int
-    name: str
-    source: str
-    scope: str
-    value: float | None
-    parts: list[RewardPart]
-    feedback: str
-    is_cut: bool
+    reward: Reward
     at: float
     about: int | None
     about_name: str
@@ -90,16 +72,7 @@ def _rows(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) 
             RewardRow(
                 attempt=numbers.get(span.attempt_id, 0),
                 sequence=span.sequence,
-                name=reward.name,
-                source=reward.source,
-                scope=reward.scope,
-                value=reward.value,
-                parts=[
-                    RewardPart(name=name, value=value, weight=reward.weights.get(name))
-                    for name, value in reward.dimensions.items()
-                ],
-                feedback=reward.feedback[:_FEEDBACK],
-                is_cut=len(reward.feedback) > _FEEDBACK,
+                reward=reward,
                 at=span.start_ns / 1e9,
                 about=about.sequence if about else None,
                 about_name=about.name if about else "",

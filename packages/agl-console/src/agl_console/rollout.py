@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from agl.contracts import Count, Store
 from agl.episodes import Enclosing
 from agl.errors import NotFoundError
-from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span, Weights, to_json
+from agl.schemas import Attempt, MediaSpan, ModelCall, Record, Reward, Rollout, Span, Weights, to_json
 from agl_console.reading import NOTE, attempt_of, notes_among, rollout_of
 from agl_console.rewards import RewardsView, rewards_view
 from agl_console.siblings import Neighbours, Order, reason_of_silence, siblings_of, standing
@@ -18,6 +18,7 @@ from agl_console.tokens import (
     TokensFilter,
     TokensView,
     call_cells,
+    media_at,
     summary_of,
     tokens_view,
 )
@@ -57,16 +58,6 @@ class RolloutFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     by: Order = "step"
 
 
-class AttemptRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """An attempt; ``seconds`` is ``None`` while it runs."""
-
-    number: int
-    status: str
-    worker: str
-    seconds: float | None
-    error: ErrorInfo | None
-
-
 class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A rollout, with a page of the spans of one attempt.
 
@@ -104,7 +95,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
     created_at: float
     task: Text
     dev: str
-    attempts: list[AttemptRow]
+    attempts: list[Attempt]
     attempt: int
     turns: list[Turn]
     nodes: list[Node]
@@ -127,15 +118,14 @@ class SpanView(Record, frozen=True, kw_only=True, omit_defaults=False):
         raw: The call's request and response as JSON.
         curl: A shell command that sends the request again; ``""`` for other spans and for very long requests.
         weights: The folder of the policy's tokenizer; ``""`` if none is on this machine.
+        media: The pictures whose tokens are among the cells.
     """
 
     rollout_id: str
     attempt: int
     span_id: str
-    sequence: int
     kind: str
     name: str
-    agent: str
     path: list[str]
     seconds: float
     status: str
@@ -149,6 +139,7 @@ class SpanView(Record, frozen=True, kw_only=True, omit_defaults=False):
     curl: str
     weights: str
     cells: list[TokenCell]
+    media: list[MediaSpan]
 
 
 async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> RolloutView:
@@ -174,7 +165,9 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
     first, last = ends_of(page)
     rows = [summary_of(row, uses) for row in episode.rows]
     records = training_of(every)
-    said = standing(episode.reward, group) if rollout.mode == "train" else ""
+    advantages = {use.advantage for use in uses.values() if use.advantage is not None}
+    only = advantages.pop() if len(advantages) == 1 else None
+    said = standing(episode.reward, group, only) if rollout.mode == "train" else ""
     if any(each.is_trained for each in records) and all(each.is_silent for each in records):
         counts = f"{sum(row.sampled for row in rows):,} of {sum(row.tokens for row in rows):,} tokens"
         said = f"{counts} could train; none changed the model{reason_of_silence(group)}."
@@ -196,7 +189,7 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         created_at=rollout.created_at,
         task=Contents().text("task", rollout.task),
         dev=dev_of(rollout),
-        attempts=[_attempt(attempt) for attempt in attempts],
+        attempts=attempts,
         attempt=number,
         turns=talk.turns,
         nodes=talk.nodes,
@@ -240,14 +233,13 @@ async def span_view(store: Store, name: str, place: str, chosen: RolloutFilter) 
     use = uses_of(every).get(span.span_id) if attempt_id == rollout.attempt_id else None
     trains = call is not None and not call.reject
     contents = Contents(limit=LONGEST)
+    cells = call_cells(span.call, trains=trains, use=use) if span.call else []
     return SpanView(
         rollout_id=rollout_id,
         attempt=number,
         span_id=span.span_id,
-        sequence=sequence,
         kind=kind_of(span),
         name=span.name,
-        agent=who.agent,
         path=list(who.path),
         seconds=seconds_of(span),
         status=span.status,
@@ -262,7 +254,8 @@ async def span_view(store: Store, name: str, place: str, chosen: RolloutFilter) 
         else [],
         curl=curl_of(span.call) if span.call else "",
         weights=await weights_of(store, rollout, span.call.policy) if span.call else "",
-        cells=call_cells(span.call, trains=trains, use=use) if span.call else [],
+        cells=cells,
+        media=media_at(span.call.media, cells) if span.call else [],
     )
 
 
@@ -314,13 +307,3 @@ async def _page(store: Store, rollout_id: str, attempt_id: str, after: int) -> t
         page.append(span)
         size += len(str(span.call.request)) + len(str(span.call.response)) if span.call else 0
     return page, True
-
-
-def _attempt(attempt: Attempt) -> AttemptRow:
-    return AttemptRow(
-        number=attempt.number,
-        status=attempt.status,
-        worker=attempt.worker,
-        seconds=max(0.0, attempt.finished_at - attempt.started_at) if attempt.finished_at else None,
-        error=attempt.error,
-    )

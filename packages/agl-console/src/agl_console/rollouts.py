@@ -5,11 +5,10 @@ ids. All other filters are applied here, for at most ``SECONDS`` per page, so th
 any size. The page shows how many rollouts were checked, and the next page continues from there.
 """
 
-import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Annotated, Any, Literal, cast
 
@@ -19,14 +18,14 @@ from msgspec.structs import asdict, replace
 from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
-from agl.schemas import Mode, Record, Rollout, RolloutStatus, Span, to_json
+from agl.schemas import Mode, Record, Reward, RolloutStatus, Span, to_json
 from agl_console.reading import TAG, notes_of
-from agl_console.siblings import step_prefix
 from agl_inspect.records.names import id_prefix
 from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.rollouts.step_tallies import MOST_AGENTS, read_tallies
 from agl_inspect.rollouts.training import training_of
 from agl_inspect.statistics import interval
+from agl_inspect.text import short
 
 PAGE = 50
 """The most rollouts on a page."""
@@ -91,6 +90,7 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         note: A part of a person's note, such as ``#loop``.
         taught: ``nothing`` selects the rollouts that changed nothing in the steps that trained.
         reject: The reject reason of one of the rollout's calls.
+        part: A part of the reward with its value, such as ``exact = 0``.
         after: The last rollout id of the previous page.
         at: The time of creation of that rollout.
     """
@@ -111,6 +111,7 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reward: Literal["", "none", "low"] = ""
     taught: Literal["", "nothing"] = ""
     reject: Reject = ""
+    part: Annotated[str, msgspec.Meta(pattern="^$|^[^=]+=[^=]+$")] = ""
     after: str = ""
     at: float = 0.0
 
@@ -149,8 +150,9 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         error: The last attempt's error, such as ``ValueError: no``.
         found: The text around the first words that the filter ``said`` found; ``""`` without that filter.
         found_at: The number of the span with these words.
-        is_alone: True if no other rollout of the step has the same task.
         notes: What people noted about the rollout.
+        parts: The parts of the last reward that has some.
+        feedback: The start of the reason of the last reward that has one.
     """
 
     rollout_id: str
@@ -168,8 +170,9 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     error: str
     found: str
     found_at: int
-    is_alone: bool
     notes: list[str]
+    parts: dict[str, float | None]
+    feedback: str
 
 
 class Bin(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -196,7 +199,6 @@ class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
         mean: Mean over tasks of the mean of each task's rollouts; ``None`` without any reward.
         low: Lower end of the 95 % interval over tasks; ``None`` for fewer than two tasks.
         high: Upper end of that interval.
-        extremes: The rollouts with the lowest and the highest reward; empty for fewer than two rewards.
     """
 
     rollouts: int
@@ -204,14 +206,6 @@ class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
     mean: float | None
     low: float | None
     high: float | None
-    extremes: list["Extreme"]
-
-
-class Extreme(Record, frozen=True, kw_only=True):
-    """A rollout with its reward."""
-
-    rollout_id: str
-    reward: float
 
 
 class Picked(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -227,7 +221,8 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         looked_through: The number of rollouts checked for the page.
         nothing: The reason why no rollout is on the page, if one filter alone explains it.
-        unread: The number of older rollouts that an empty first page did not check; ``None`` for other pages.
+        total: The number of rollouts that the store's own filters select; ``None`` behind the first page, and for
+            steps, whose rollouts are all checked.
         histogram: The rewards of the matching rollouts.
         agents: The agents of the chosen run, those with the most rollouts first, with the number of these rollouts.
         next: The query of the next page; empty on the last.
@@ -241,7 +236,7 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     agents: dict[str, int]
     looked_through: int
     nothing: "Nothing | None"
-    unread: int | None
+    total: int | None
     next: dict[str, str]
 
 
@@ -260,23 +255,28 @@ async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
     if chosen.steps is not None and not chosen.steps:
         raise ConfigError(f"no step is from {chosen.step} to {chosen.until}; exchange step and until")
     end = time.monotonic() + SECONDS
-    seen = await _step(store, chosen, end) or await _scan(store, chosen, end)
+    of_steps = await _step(store, chosen, end)
+    seen = of_steps or await _scan(store, chosen, end)
     page = seen.fitting[:PAGE]
     filters = _filters(chosen)
     notes = await notes_of(store, [recording for recording, _ in page])
     last = page[-1][0] if len(seen.fitting) > PAGE else None if seen.is_end else seen.last
     agents = await _agents(store, chosen.experiment)
-    alone = await _alone(store, [recording.rollout for recording, _ in page])
+    rewards = await _rewards(store, [recording for recording, _ in page])
+    is_counted = not (chosen.after or seen.is_end or of_steps)
     return RolloutsView(
         filters=filters,
         picked=_picked(filters),
-        rollouts=[_row(one, reward, chosen.said, notes.get(one.rollout.rollout_id, []), alone) for one, reward in page],
+        rollouts=[
+            _row(one, value, chosen.said, notes.get(one.rollout.rollout_id, []), rewards[one.rollout.rollout_id])
+            for one, value in page
+        ],
         summary=_summary(seen.fitting),
         histogram=_histogram([reward for _, reward in seen.fitting], filters),
         agents=agents,
         looked_through=seen.count,
         nothing=None if page else await _nothing(store, chosen, agents, is_end=seen.is_end),
-        unread=seen.unread,
+        total=await store.count_rollouts(_query(chosen)) if is_counted else None,
         next={**filters, "after": last.rollout.rollout_id, "at": repr(last.rollout.created_at)} if last else {},
     )
 
@@ -300,20 +300,6 @@ async def _nothing(store: Store, chosen: RolloutsFilter, agents: Mapping[str, in
     return Nothing(words="No rollout crashed or timed out.", others=words, query=_filters(others) if low else {})
 
 
-async def _alone(store: Store, rollouts: Sequence[Rollout]) -> set[str]:
-    """Return the ids of those rollouts whose group has no other rollout in their step."""
-    seen = Counter((step_prefix(each), each.group_id) for each in rollouts)
-    single = [each for each in rollouts if each.group_id and seen[step_prefix(each), each.group_id] == 1]
-    is_alone = await asyncio.gather(*(_is_alone(store, each) for each in single))
-    return {each.rollout_id for each, is_it in zip(single, is_alone, strict=True) if is_it}
-
-
-async def _is_alone(store: Store, rollout: Rollout) -> bool:
-    prefix = step_prefix(rollout)
-    query = RolloutQuery(experiment=rollout.experiment, group_id=rollout.group_id, after=prefix, limit=2)
-    return sum(each.rollout_id.startswith(prefix) for each in await store.rollouts(query)) < 2
-
-
 class _Seen(Record, frozen=True, kw_only=True):
     """The rollouts checked so far.
 
@@ -322,14 +308,12 @@ class _Seen(Record, frozen=True, kw_only=True):
         count: The number of rollouts that were checked.
         last: The last rollout that was checked.
         is_end: True if there are no more rollouts.
-        unread: See :class:`RolloutsView`.
     """
 
     fitting: list[tuple[Recording, float | None]]
     count: int
     last: Recording | None
     is_end: bool
-    unread: int | None = None
 
 
 async def _scan(store: Store, chosen: RolloutsFilter, end: float) -> _Seen:
@@ -340,10 +324,7 @@ async def _scan(store: Store, chosen: RolloutsFilter, end: float) -> _Seen:
         seen = await _with(seen, store, page, chosen)
         query = query.next(page[-1].rollout)
         if len(seen.fitting) > PAGE or time.monotonic() >= end:
-            is_end = not await store.rollouts(replace(query, limit=1))
-            is_counted = not (is_end or seen.fitting or chosen.after)
-            unread = await store.count_rollouts(query) - seen.count if is_counted else None
-            return replace(seen, is_end=is_end, unread=unread)
+            return replace(seen, is_end=not await store.rollouts(replace(query, limit=1)))
     return replace(seen, is_end=True)
 
 
@@ -402,11 +383,36 @@ async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: Ro
         found = [replace(one, spans=[]) for one in found]
     if chosen.agent:
         found = await _with_spans(store, found, SpanQuery(agent=chosen.agent, limit=1), lambda spans: bool(spans))
+    if chosen.part:
+        found = await _with_spans(store, found, _REWARDS, lambda spans: _has_part(spans, chosen.part))
     if chosen.taught:
         found = await _with_spans(store, found, SpanQuery(attempt_id=""), _taught_nothing)
     rewards = [(recording, reward) for recording in found if chosen.admits(reward := reward_of(recording))]
     last = page[-1] if page else seen.last
     return replace(seen, fitting=[*seen.fitting, *rewards], count=seen.count + len(page), last=last)
+
+
+_REWARDS = SpanQuery(kind="reward", limit=8)
+"""The rewards of a rollout whose parts and feedback are read."""
+
+
+async def _rewards(store: Store, found: Sequence[Recording]) -> dict[str, list[Reward]]:
+    query = RolloutQuery(ids=tuple(one.rollout.rollout_id for one in found), limit=max(1, len(found)))
+    page = await store.recordings(query, spans=_REWARDS) if found else []
+    return {one.rollout.rollout_id: [span.reward for span in one.spans if span.reward] for one in page}
+
+
+def _parts(rewards: Sequence[Reward]) -> dict[str, float | None]:
+    """Return the parts of the last reward that has some; a part of a part, such as ``form.pattern``, is left out."""
+    none: dict[str, float | None] = {}
+    parts = next((each.dimensions for each in reversed(rewards) if each.dimensions), none)
+    return {name: value for name, value in parts.items() if name.rpartition(".")[0] not in parts}
+
+
+def _has_part(spans: Sequence[Span], wanted: str) -> bool:
+    name, _, value = (each.strip() for each in wanted.partition("="))
+    found = _parts([span.reward for span in spans if span.reward]).get(name)
+    return found is not None and f"{found:g}" == value
 
 
 def _has_note(notes: Sequence[str], wanted: str) -> bool:
@@ -504,6 +510,7 @@ _PICKED = {
     "low": "reward from {}",
     "high": "reward below {}",
     "reward": "without a reward",
+    "part": "reward part {}",
     "taught": "taught {}",
     "algorithm": "{}",
     "step": "step {}",
@@ -543,7 +550,13 @@ def _around(span: Span, said: str) -> str:
     return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
 
 
-def _row(recording: Recording, reward: float | None, said: str, notes: list[str], alone: Collection[str]) -> RolloutRow:
+def _row(
+    recording: Recording,
+    reward: float | None,
+    said: str,
+    notes: list[str],
+    rewards: Sequence[Reward],
+) -> RolloutRow:
     rollout = recording.rollout
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
     error = recording.attempts[-1].error if recording.attempts else None
@@ -564,28 +577,25 @@ def _row(recording: Recording, reward: float | None, said: str, notes: list[str]
         error=f"{error.type}: {error.message}"[:_TASK] if error else "",
         found=_around(recording.spans[0], said) if said else "",
         found_at=recording.spans[0].sequence if said else 0,
-        is_alone=rollout.rollout_id in alone,
         notes=notes,
+        parts=_parts(rewards),
+        feedback=short(next((each.feedback for each in reversed(rewards) if each.feedback), ""), _TASK),
     )
 
 
 def _summary(found: Sequence[tuple[Recording, float | None]]) -> Summary:
     by_task: dict[str, list[float]] = {}
-    rated: list[Extreme] = []
     for recording, reward in found:
         if reward is not None and math.isfinite(reward):
             by_task.setdefault(recording.rollout.group_id or recording.rollout.rollout_id, []).append(reward)
-            rated.append(Extreme(rollout_id=recording.rollout.rollout_id, reward=reward))
     means = [fmean(rewards) for rewards in by_task.values()]
     low, high = interval(means) if len(means) > 1 else (None, None)
-    rated.sort(key=lambda each: each.reward)
     return Summary(
         rollouts=len(found),
         tasks=len(means),
         mean=fmean(means) if means else None,
         low=low,
         high=high,
-        extremes=[rated[0], rated[-1]] if len(rated) > 1 else [],
     )
 
 

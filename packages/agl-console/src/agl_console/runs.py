@@ -4,15 +4,15 @@ import re
 import time
 from collections.abc import Sequence
 
-from agl.contracts import ExperimentRecord, Metric, RolloutQuery, Statistics, Store, VersionScore
+from agl.contracts import ExperimentRecord, Metric, Moments, RolloutQuery, Store, VersionScore
 from agl.errors import ConfigError
 from agl.schemas import Record
-from agl_console.figures import REWARD, Figure, Goal, Line, derived, figure_of, goal_of
+from agl_console.figures import REWARD, Figure, Line, derived, figure_of
 from agl_inspect.advice.ranking import DatedFit, read_fits
 from agl_inspect.advice.run_differences import RunDifference, compare_runs
 from agl_inspect.advice.suggestions import VALIDATE
 from agl_inspect.presence import is_gone
-from agl_inspect.records.state import load_settings
+from agl_inspect.records.state import load_settings, states_of_run
 from agl_inspect.records.validations import Validation, read_validations
 from agl_inspect.rollouts.step_tallies import read_tallies
 from agl_inspect.statistics import interval
@@ -28,13 +28,11 @@ class RunsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Query parameters of the page.
 
     Attributes:
-        compare: Names of the runs to compare; empty to list all.
-        goal: The reward that counts as reached in compared runs; ``None`` for nine tenths of the best one.
+        compare: Names of the runs to compare; all runs are listed unless these are two or more.
         after: The last name on the previous page.
     """
 
     compare: tuple[str, ...] = ()
-    goal: float | None = None
     after: str = ""
 
 
@@ -44,6 +42,7 @@ class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         status: ``running``, ``stopped`` (it may be resumed) or ``finished``.
         turn: The number of steps that all algorithms took together.
+        steps: The number of steps of each algorithm.
         rewards: The last reward of each algorithm.
         rollouts: Finished rollouts of all the experiment's runs.
         tokens: Tokens that models sampled in these rollouts.
@@ -59,6 +58,7 @@ class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     status: str
     agent: str
     turn: int
+    steps: dict[str, int]
     rewards: list["LastReward"]
     rollouts: int
     tokens: int
@@ -71,12 +71,13 @@ class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Now(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The newest reward with its interval; ``tasks`` is 0 if it was no validation."""
+    """The newest reward with its interval; ``tasks`` is 0 if it was no validation. ``parts`` are the reward's."""
 
     value: float
     low: float | None
     high: float | None
     tasks: int
+    parts: dict[str, Moments] = {}
 
 
 class LastReward(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -94,21 +95,12 @@ class Difference(Record, frozen=True, kw_only=True, omit_defaults=False):
     values: list[str]
 
 
-class Cost(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The cost of finished rollouts: their number, the tokens that models sampled, and seconds from start to end."""
-
-    rollouts: int
-    tokens: int
-    seconds: float
-
-
 class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The runs of a page, or a comparison of runs.
 
     Attributes:
         figures: The rewards of the compared runs, in one figure.
         against_first: The newest validation of each run but the first, compared with the first run's.
-        goal: The steps until the compared runs reached a reward; ``None`` if no reward is logged.
         differences: The settings in which the runs differ.
         fits: Models of how these runs' parameters affect the result, from ``agl metrics --rank``, newest first.
         next: The query of the next page; empty on the last.
@@ -118,7 +110,6 @@ class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     compared: list[str]
     figures: list[Figure]
     against_first: list[RunDifference]
-    goal: Goal | None
     differences: list[Difference]
     fits: list[DatedFit]
     next: dict[str, str]
@@ -127,15 +118,18 @@ class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 async def runs_view(store: Store, chosen: RunsFilter) -> RunsView:
     """Read a page of runs, or the runs to compare; raises :class:`ConfigError` for unknown or too many names."""
     records = sorted(await store.experiments(), key=lambda record: record.name)
-    if chosen.compare:
-        return await _compared(store, records, chosen.compare, goal=chosen.goal)
+    wanted = list(dict.fromkeys(chosen.compare))
+    unknown = [name for name in wanted if name not in {record.name for record in records}]
+    if unknown:
+        there = ", ".join(record.name for record in records) or "none yet"
+        raise ConfigError(f"no run is named {unknown[0]!r}; choose from: {there}")
+    if len(wanted) > 1:
+        return await _compared(store, records, wanted)
     page = [record for record in records if record.name > chosen.after][: PAGE + 1]
     rows = [await _row(store, record, await rewards_of(store, record)) for record in page[:PAGE]]
     following = {"after": page[PAGE - 1].name} if len(page) > PAGE else {}
     fits = await read_fits(store, page[:PAGE])
-    return RunsView(
-        runs=rows, compared=[], figures=[], against_first=[], goal=None, differences=[], fits=fits, next=following
-    )
+    return RunsView(runs=rows, compared=wanted, figures=[], against_first=[], differences=[], fits=fits, next=following)
 
 
 async def status_of(store: Store, record: ExperimentRecord) -> str:
@@ -168,14 +162,8 @@ async def has_failures(store: Store, experiment: str) -> bool:
     return bool(await store.rollouts(RolloutQuery(experiment=experiment, status=("failed",), limit=1)))
 
 
-async def _compared(
-    store: Store, records: Sequence[ExperimentRecord], names: Sequence[str], *, goal: float | None
-) -> RunsView:
+async def _compared(store: Store, records: Sequence[ExperimentRecord], wanted: Sequence[str]) -> RunsView:
     known = {record.name: record for record in records}
-    wanted = list(dict.fromkeys(names))
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise ConfigError(f"no run is named {unknown[0]!r}; choose from: {', '.join(known) or 'none yet'}")
     if len(wanted) > COMPARED:
         raise ConfigError(f"{len(wanted)} runs are too many to tell their curves apart; choose {COMPARED} at most")
     rewards = {name: await rewards_of(store, known[name]) for name in wanted}
@@ -183,10 +171,9 @@ async def _compared(
     settings = {name: await load_settings(store, known[name]) for name in wanted}
     return RunsView(
         runs=[await _row(store, known[name], rewards[name]) for name in wanted],
-        compared=wanted,
+        compared=list(wanted),
         figures=[figure] if figure.series else [],
         against_first=await compare_runs(store, [known[name] for name in wanted]),
-        goal=goal_of(rewards, goal),
         differences=_differences([settings[name] for name in wanted]),
         fits=await read_fits(store, [known[name] for name in wanted]),
         next={},
@@ -200,34 +187,21 @@ async def rewards_of(store: Store, record: ExperimentRecord) -> list[Metric]:
     return [*logged, *derived(logged, await read_tallies(store, record))]
 
 
-async def cost_of(store: Store, experiment: str) -> Cost:
-    """Return the cost of the finished rollouts of all runs of an experiment, from the store's statistics."""
-    return _sum(await store.statistics(experiment))
-
-
-def _sum(statistics: Sequence[Statistics]) -> Cost:
-    return Cost(
-        rollouts=sum(each.rollouts for each in statistics),
-        tokens=sum(each.response_tokens for each in statistics),
-        seconds=sum(each.seconds for each in statistics),
-    )
-
-
 async def _row(store: Store, record: ExperimentRecord, rewards: Sequence[Metric]) -> RunRow:
     values = sorted((metric for metric in rewards if metric.name == REWARD), key=lambda metric: metric.step)
     last = {metric.algorithm: metric for metric in values}
     times = [metric.time for metric in values if metric.time]
     lines = sorted(figure_of(REWARD, {record.name: rewards}).series, key=lambda line: line.algorithm != VALIDATE)
     sums = await store.statistics(record.name)
-    cost = _sum(sums)
     return RunRow(
         name=record.name,
         status=await status_of(store, record),
         agent=record.agent,
         turn=record.turn,
+        steps={name: state.step for name, state in (await states_of_run(record.name, record.run).read(store)).items()},
         rewards=[LastReward(algorithm=key, step=metric.step, value=metric.value) for key, metric in last.items()],
-        rollouts=cost.rollouts,
-        tokens=cost.tokens,
+        rollouts=sum(each.rollouts for each in sums),
+        tokens=sum(each.response_tokens for each in sums),
         wall_s=max(times, default=0) - min(times, default=0),
         curve=lines[0] if lines else None,
         highest=max((one.value for one in values if lines and one.algorithm == lines[0].algorithm), default=None),
@@ -244,7 +218,7 @@ def _now(curve: Line | None, record: ExperimentRecord, measured: Sequence[Valida
     if newest is None:
         return None
     low, high = interval(newest.rewards) if len(newest.rewards) > 1 else (None, None)
-    return Now(value=newest.mean, low=low, high=high, tasks=len(newest.rewards))
+    return Now(value=newest.mean, low=low, high=high, tasks=len(newest.rewards), parts=newest.parts)
 
 
 def _differences(settings: Sequence[dict[str, str]]) -> list[Difference]:

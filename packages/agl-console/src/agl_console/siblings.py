@@ -1,7 +1,8 @@
 """The rollouts around one rollout: those of its step, and among them those of its group."""
 
 from collections.abc import Callable, Sequence
-from statistics import fmean
+from math import isclose
+from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -72,15 +73,28 @@ def reason_of_silence(rewards: Sequence[float]) -> str:
     return f", because all {len(rewards)} rewards are {rewards[0]:.4g}"
 
 
-def standing(reward: float | None, rewards: Sequence[float]) -> str:
-    """Return in a sentence how a reward compares with those of its group; ``""`` without a group."""
+def standing(reward: float | None, rewards: Sequence[float], advantage: float | None = None) -> str:
+    """Return how a reward compares with those of its group, and the formula of its advantage; ``""`` without a group.
+
+    The formula is GRPO's, with or without the standard deviation, if it gives the ``advantage`` that a step reported.
+    """
     if reward is None or len(rewards) < 2:
         return ""
     if reason := reason_of_silence(rewards):
         return f"No advantage{reason}."
-    mean = fmean(rewards)
+    mean, spread = fmean(rewards), stdev(rewards)
     side = "above" if reward > mean else "below" if reward < mean else "at"
-    return f"The reward {reward:.4g} is {side} the mean {mean:.4g} of its group of {len(rewards)}."
+    said = f"The reward {reward:.4g} is {side} the mean {mean:.4g} of its group of {len(rewards)}."
+    apart = reward - mean
+    if advantage is None:
+        return said
+    if isclose(advantage, apart / spread, rel_tol=0.01):
+        words = f"({reward:.4g} - {mean:.4g}) / {spread:.4g}, the distance from the mean in standard deviations"
+    elif isclose(advantage, apart, rel_tol=0.01):
+        words = f"{reward:.4g} - {mean:.4g}, the distance from the mean"
+    else:
+        return said
+    return f"{said} Its advantage is {words}: {advantage:+.4g}."
 
 
 def step_prefix(rollout: Rollout) -> str:

@@ -153,8 +153,14 @@ def tokens_view(episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallU
         cells=_with_uses(cells, [(part.start, uses.get(part.span_id), part.stop) for part in summary.segments]),
         previous={**place, "start": str(max(0, chosen.start - WINDOW))} if chosen.start else {},
         next={**place, "start": str(stop)} if stop < total else {},
-        media=[span for span in row.media if span.offset < stop and span.offset + span.length > chosen.start],
+        media=media_at(row.media, cells),
     )
+
+
+def media_at(media: Sequence[MediaSpan], cells: Sequence[TokenCell]) -> list[MediaSpan]:
+    """Return the pictures of which at least one token is among the cells."""
+    first, stop = (cells[0].position, cells[-1].position + 1) if cells else (0, 0)
+    return [span for span in media if span.offset < stop and span.offset + span.length > first]
 
 
 def call_cells(call: ModelCall, *, trains: bool, use: CallUse | None) -> list[TokenCell]:

@@ -4,24 +4,22 @@ A store returns all versions of a resource at once. A page shows the newest ``VE
 up to ``DIFFED`` characters.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import groupby
 from typing import Literal
 
-from agl.contracts import ExperimentRecord, LabelMove, RolloutQuery, Store, VersionScore
+from agl.contracts import ExperimentRecord, LabelMove, Store, VersionScore
 from agl.errors import NotFoundError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Weights
 from agl_console.figures import Figure
 from agl_console.learning import reward_figure
 from agl_inspect.records.learning import LearningRecords, learners
-from agl_inspect.records.splits import ArmReport, Placement, Sample, placement_of
-from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.rollouts.tree import LONGEST, Text
 from agl_inspect.stores import command
-from agl_inspect.terminal.query import COUNTED, is_counted
 from agl_inspect.versions import (
     ListedVersion,
     Trial,
@@ -33,9 +31,6 @@ from agl_inspect.versions import (
     resource_text,
 )
 
-PAGE = 50
-"""The most resources on a page."""
-
 VERSIONS = 200
 """The most versions on a page."""
 
@@ -44,6 +39,9 @@ DIFFED = 100_000
 
 COMPARED = 1000
 """The most words of two lines that are compared word by word."""
+
+EXPLAINED, CHANGED = 20, 8
+"""The most versions whose changes are in the table, and the most lines of each."""
 
 MOVES = 100
 """The most moves of labels on a page."""
@@ -55,53 +53,8 @@ DEEPEST = 12
 """The most levels of indentation, one per branch; deeper rows are indented as far as this level."""
 
 
-LOOKED_THROUGH = 400
-"""The number of newest rollouts among which the view looks for rollouts in a split."""
-
-
-class SplitPart(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The arms of the newest split in which versions of a resource differ, the baseline first.
-
-    Finished rollouts count, and conversations that have begun.
-
-    Attributes:
-        shares: The share of the traffic that each arm is meant to get, by label.
-        looked_through: The number of rollouts that were read to find it.
-    """
-
-    arms: list[ArmReport]
-    shares: dict[str, float]
-    looked_through: int
-
-
-async def split_part(store: Store, name: str) -> SplitPart | None:
-    """Read the arms of the newest split of a resource; ``None`` if none of the newest rollouts is in one."""
-    query = RolloutQuery(sort="created_at", is_newest_first=True, limit=LOOKED_THROUGH)
-    looked = await store.recordings(query, spans="none")
-    placed = [(one, where) for one in looked if (where := placement_of(one.rollout)) and _is_about(where, name)]
-    if not placed:
-        return None
-    newest = placed[0][1]
-    samples = {label: Sample() for label in newest.shares}
-    for one, where in placed:
-        is_like = (where.shares, where.versions) == (newest.shares, newest.versions)
-        if is_like and one.rollout.status in COUNTED and is_counted(one.rollout):
-            samples[where.arm].add(one.rollout, reward_of(one))
-    arms = [sample.report(label, newest.versions[label]) for label, sample in samples.items()]
-    return SplitPart(arms=arms, shares=newest.shares, looked_through=len(looked))
-
-
-def _is_about(placement: Placement, name: str) -> bool:
-    """Return true if the split compares versions of the resource."""
-    return placement.arm in placement.shares and all(
-        name in placement.versions.get(label, {}) for label in placement.shares
-    )
-
-
-class ResourcesFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Query parameters of the page: the last name on the previous page."""
-
-    after: str = ""
+class NoFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The page has no parameters."""
 
 
 class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,10 +86,9 @@ class ResourceRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class ResourcesView(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A page of resources in the order of their names; ``next`` is the query of the next page, empty on the last."""
+    """All resources in the order of their names."""
 
     resources: list[ResourceRow]
-    next: dict[str, str]
 
 
 class TriedScore(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -167,6 +119,8 @@ class VersionRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         live: Experiments in which the version is live.
         stage: The stage that a learner's candidate with this version has reached; ``""`` for other versions.
         is_tried: True if an algorithm or ``agl resources try`` only tried the version.
+        gain: The score less that of the parent; ``None`` unless both were measured.
+        changed: The lines that differ from the parent's text, for the newest measured versions.
     """
 
     version: str
@@ -183,6 +137,28 @@ class VersionRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     live: list[str]
     stage: str
     is_tried: bool
+    gain: "Gain | None"
+    changed: list["DiffLine"]
+
+
+class Gain(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The difference of two scores with its 95 % interval, as of independent means (Newcombe, 1998, method 10)."""
+
+    difference: float
+    low: float
+    high: float
+
+
+def gain_of(score: VersionScore | None, before: VersionScore | None) -> Gain | None:
+    """Return how much higher a score is than that of the version before; ``None`` unless both were measured."""
+    if score is None or before is None:
+        return None
+    apart = score.mean - before.mean
+    return Gain(
+        difference=apart,
+        low=apart - math.hypot(score.mean - score.low, before.high - before.mean),
+        high=apart + math.hypot(score.high - score.mean, before.mean - before.low),
+    )
 
 
 class DiffLine(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -214,7 +190,6 @@ class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
         is_too_long: True if the texts are too long to compare.
         trial: The command that compares the version with the live one, or with an edit of itself if it is live;
             ``FILE`` stands for the experiment's file. ``""`` for models and weights, which have no text.
-        split: The arms of the newest split of traffic in which the resource's versions differ; ``None`` without one.
         moves: Moves of labels, the newest first.
         next: The query of the page with older versions; empty on the last.
     """
@@ -231,17 +206,14 @@ class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     diff: list[DiffLine]
     is_too_long: bool
     trial: str
-    split: SplitPart | None
     moves: list[LabelMove]
     next: dict[str, str]
 
 
-async def resources_view(store: Store, chosen: ResourcesFilter) -> ResourcesView:
-    """Read a page of resources, sorted by name."""
+async def resources_view(store: Store, chosen: NoFilter) -> ResourcesView:
+    """Read all resources, sorted by name."""
     every = sorted(await list_versions(store, None, has_candidates=True), key=lambda item: item.version.name)
-    behind = [item for item in every if item.version.name > chosen.after]
-    rows = [await _resource(store, item) for item in behind[:PAGE]]
-    return ResourcesView(resources=rows, next={"after": rows[-1].name} if len(behind) > PAGE else {})
+    return ResourcesView(resources=[await _resource(store, item) for item in every])
 
 
 async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> VersionsView:
@@ -263,7 +235,8 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
     text = resource_text(shown.version.resource)
     records = await store.experiments()
     scores = {score.version: score for score in await store.scores(name)}
-    origins = _Origins(records, scores, trials_by_version(await read_trials(store, name)), await _stages(store, name))
+    stages = await _stages(store, name)
+    origins = _Origins(records, scores, trials_by_version(await read_trials(store, name)), stages, known)
     row = origins.row(shown, 0)
     makers = [each for each in records if each.name == row.experiment and isinstance(shown.version.resource, Weights)]
     filters = {field: getattr(chosen, field) for field in ("version", "against", "tried")}
@@ -281,7 +254,6 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
         diff=diff,
         is_too_long=is_too_long,
         trial=_trial(shown.version, is_live=any(record.live.get(name) == shown.version.version for record in records)),
-        split=await split_part(store, name),
         moves=await _moves(store, name, list(labels)),
         next={**filters, "before": page[0].version.version} if page[0] is not listed[0] else {},
     )
@@ -352,9 +324,11 @@ class _Origins:
         scores: Mapping[str, VersionScore],
         trials: Mapping[str, list[TriedScore]],
         stages: Mapping[str, str],
+        known: Mapping[str, ListedVersion],
     ) -> None:
         self._experiments = experiments
-        self._scores, self._trials, self._stages = scores, trials, stages
+        self._scores, self._trials, self._stages, self._known = scores, trials, stages, known
+        self._explained = [name for name in known if name in scores or name in trials][-EXPLAINED:]
 
     def row(self, item: ListedVersion, depth: int) -> VersionRow:
         """Return the row of a version."""
@@ -376,7 +350,16 @@ class _Origins:
             live=live,
             stage=self._stages.get(version.version, ""),
             is_tried=item.is_only_tried,
+            gain=gain_of(score, self._scores.get(version.parent)),
+            changed=self._changed(version),
         )
+
+    def _changed(self, version: ResourceVersion) -> list[DiffLine]:
+        parent = self._known.get(version.parent)
+        if parent is None or version.version not in self._explained or isinstance(version.resource, LLM | Weights):
+            return []
+        _, lines = difference(parent.version, version)
+        return [line for line in lines if line.kind in ("added", "removed")][:CHANGED]
 
     def _experiment(self, version: ResourceVersion) -> str:
         """Return the experiment that published a version, by the metadata or by the prefix of the version's name."""

@@ -13,14 +13,13 @@ from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Record
 from agl_console.agents import AgentsFilter, agents_view
 from agl_console.group import GroupFilter, group_view
-from agl_console.learners import LearnerFilter, NoFilter, candidate_view, learner_view, learners_view
+from agl_console.learners import LearnerFilter, candidate_view, learner_view, learners_view
 from agl_console.learning import LearningFilter, learning_view
 from agl_console.rollout import RolloutFilter, SpanView, rollout_tokens_view, rollout_view, span_view
 from agl_console.rollouts import RolloutsFilter, rollouts_view
 from agl_console.runs import RunsFilter, runs_view
-from agl_console.system import SystemFilter, system_view
 from agl_console.tokens import TokensFilter, TokensView
-from agl_console.versions import ResourcesFilter, VersionsFilter, resources_view, versions_view
+from agl_console.versions import NoFilter, VersionsFilter, resources_view, versions_view
 from agl_console.vocabulary import Vocabularies
 
 F = TypeVar("F", bound=Record)
@@ -71,13 +70,12 @@ _VIEWS: tuple[tuple[str, str, Callable[..., Awaitable[Record]], type[Record]], .
     ("/", "runs.html", runs_view, RunsFilter),
     ("/runs/([^/]+)", "learning.html", learning_view, LearningFilter),
     ("/runs/([^/]+)/agents", "agents.html", agents_view, AgentsFilter),
-    ("/runs/([^/]+)/system", "system.html", system_view, SystemFilter),
     ("/rollouts", "rollouts.html", rollouts_view, RolloutsFilter),
     ("/rollouts/([^/]+)", "rollout.html", rollout_view, RolloutFilter),
     ("/rollouts/([^/]+)/tokens", "tokens.html", rollout_tokens_view, TokensFilter),
     ("/rollouts/([^/]+)/spans/([0-9]{1,12})", "span.html", span_view, RolloutFilter),
     ("/group", "group.html", group_view, GroupFilter),
-    ("/versions", "resources.html", resources_view, ResourcesFilter),
+    ("/versions", "resources.html", resources_view, NoFilter),
     ("/versions/([^/]+)", "versions.html", versions_view, VersionsFilter),
     ("/learners", "learners.html", learners_view, NoFilter),
     ("/learners/([^/]+)", "learner.html", learner_view, LearnerFilter),

@@ -81,40 +81,32 @@ def refused(folder: Path) -> str:
     return asyncio.run(work())
 
 
-def test_part_that_lacks_rows_is_named_and_the_others_are_restored(hostile: Path) -> None:
+async def test_part_that_lacks_rows_is_named_and_the_others_are_restored(hostile: Path) -> None:
     rewrite(hostile, "spans", lambda rows: rows[:-1])
 
-    async def work() -> None:
-        first, store = MemoryStore(), MemoryStore()
-        await record_context(first)
-        await record(first, ids=[2, 3])
-        await archive(first, str(hostile))
-        for is_dry_run, known in ((True, []), (False, ["sums-002", "sums-003"])):
-            with pytest.raises(StoreError) as found:
-                await restore(store, str(hostile), is_dry_run=is_dry_run)
-            assert re.search(
-                r"sums/spans/part-\w+.parquet.* is damaged: it has 3 rows and should have 4", str(found.value)
-            )
-            done = "would restore" if is_dry_run else "restored"
-            assert str(found.value).endswith(f"; {done} 2 rollouts of whole parts")
-            assert known == [rollout.rollout_id for rollout in await store.rollouts(RolloutQuery())]
-
-    asyncio.run(work())
+    first, store = MemoryStore(), MemoryStore()
+    await record_context(first)
+    await record(first, ids=[2, 3])
+    await archive(first, str(hostile))
+    for is_dry_run, known in ((True, []), (False, ["sums-002", "sums-003"])):
+        with pytest.raises(StoreError) as found:
+            await restore(store, str(hostile), is_dry_run=is_dry_run)
+        assert re.search(r"sums/spans/part-\w+.parquet.* is damaged: it has 3 rows and should have 4", str(found.value))
+        done = "would restore" if is_dry_run else "restored"
+        assert str(found.value).endswith(f"; {done} 2 rollouts of whole parts")
+        assert known == [rollout.rollout_id for rollout in await store.rollouts(RolloutQuery())]
 
 
-def test_damage_is_named_with_the_conflict_of_a_later_part(hostile: Path) -> None:
+async def test_damage_is_named_with_the_conflict_of_a_later_part(hostile: Path) -> None:
     rewrite(hostile, "spans", lambda rows: rows[:-1])
 
-    async def work() -> None:
-        first, store = MemoryStore(), MemoryStore()
-        await record_context(first)
-        await record(first, ids=[2])
-        await archive(first, str(hostile))
-        await store.enqueue([Rollout(rollout_id="sums-002", task="another")])
-        with pytest.raises(ConflictError, match=r"'sums-002' is already .*; 'sums/spans/part-.* is damaged: it has 3"):
-            await restore(store, str(hostile))
-
-    asyncio.run(work())
+    first, store = MemoryStore(), MemoryStore()
+    await record_context(first)
+    await record(first, ids=[2])
+    await archive(first, str(hostile))
+    await store.enqueue([Rollout(rollout_id="sums-002", task="another")])
+    with pytest.raises(ConflictError, match=r"'sums-002' is already .*; 'sums/spans/part-.* is damaged: it has 3"):
+        await restore(store, str(hostile))
 
 
 VICTIM = {"rollout_id": "victim", "attempt_id": "victim.1"}

@@ -40,25 +40,19 @@ async def fill(store: Store, *blobs: Blob) -> None:
         await store.finish([outcome_of(claim, spans=[make_span(claim, call=call)])])
 
 
-def test_archive_holds_each_picture_once_and_restores_it(url: str) -> None:
-    async def work() -> None:
-        store, other = await with_pictures(), MemoryStore()
-        await archive(store, url)
-        await restore(other, url)
-        assert [ONE, TWO, SEEN] == await other.blobs([*DIGESTS, SEEN.digest, OTHER.digest])
-
-    asyncio.run(work())
+async def test_archive_holds_each_picture_once_and_restores_it(url: str) -> None:
+    store, other = await with_pictures(), MemoryStore()
+    await archive(store, url)
+    await restore(other, url)
+    assert [ONE, TWO, SEEN] == await other.blobs([*DIGESTS, SEEN.digest, OTHER.digest])
 
 
-def test_damaged_picture_in_an_archive_is_named(tmp_path: Path) -> None:
-    async def work() -> None:
-        await archive(await with_pictures(), str(tmp_path / "a"))
-        path = next(tmp_path.glob(f"a/*/blobs/{TWO.digest[7:]}"))
-        path.write_bytes(next(tmp_path.glob(f"a/*/blobs/{ONE.digest[7:]}")).read_bytes()[:-1] + b"x")
-        with pytest.raises(StoreError, match=TWO.digest[7:]):
-            await restore(MemoryStore(), str(tmp_path / "a"))
-
-    asyncio.run(work())
+async def test_damaged_picture_in_an_archive_is_named(tmp_path: Path) -> None:
+    await archive(await with_pictures(), str(tmp_path / "a"))
+    path = next(tmp_path.glob(f"a/*/blobs/{TWO.digest[7:]}"))
+    path.write_bytes(next(tmp_path.glob(f"a/*/blobs/{ONE.digest[7:]}")).read_bytes()[:-1] + b"x")
+    with pytest.raises(StoreError, match=TWO.digest[7:]):
+        await restore(MemoryStore(), str(tmp_path / "a"))
 
 
 def test_copy_leaves_out_pictures_that_the_source_lacks(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agl import PluginManager
 from agl.contracts import Recording, RolloutQuery, Store
@@ -78,8 +78,11 @@ def two_turns() -> tuple[Recording, list[Blob]]:
     return recording_of_calls(calls), blobs
 
 
-async def store_of(recording: Recording, blobs: Sequence[Blob]) -> Store:
-    store = MemoryStore()
+S = TypeVar("S", bound=Store)
+
+
+async def store_of(recording: Recording, blobs: Sequence[Blob], store: S) -> S:
+    """Put the rollout and its pictures into an empty store; returns the store."""
     await store.save_blobs(blobs)
     await store.restore([recording])
     return store
@@ -87,13 +90,18 @@ async def store_of(recording: Recording, blobs: Sequence[Blob]) -> Store:
 
 async def item_of(recording: Recording, blobs: Sequence[Blob]) -> Exported:
     """Return the rollout as an export reads it from a store."""
-    found = [item async for item in recorded(await store_of(recording, blobs), RolloutQuery(), None)]
+    found = [item async for item in recorded(await store_of(recording, blobs, MemoryStore()), RolloutQuery(), None)]
     return found[0]
 
 
 async def written(form: str, path: Path, recording: Recording, blobs: Sequence[Blob]) -> int:
     """Write the rollout to a file as ``agl data export`` does; returns the number of records."""
-    manager, store = PluginManager.from_environment(), await store_of(recording, blobs)
+    return await write_from(await store_of(recording, blobs, MemoryStore()), form, path)
+
+
+async def write_from(store: Store, form: str, path: Path) -> int:
+    """Write all rollouts of a store to a file as ``agl data export`` does; returns the number of records."""
+    manager = PluginManager.from_environment()
     return await export_with_plugin(
         manager, store, RolloutQuery(), form=form, output=path, agents=None, min_reward=None
     )

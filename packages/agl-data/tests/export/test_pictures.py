@@ -25,7 +25,18 @@ from agl_store_sqlite import SQLiteStore
 from agl_testing.commands import invoke_agl
 
 from .conftest import episode_of
-from .picture_world import PROCESSOR, answered, call_of, item_of, recording_of_calls, shown, two_turns, written
+from .picture_world import (
+    PROCESSOR,
+    answered,
+    call_of,
+    item_of,
+    recording_of_calls,
+    shown,
+    store_of,
+    two_turns,
+    write_from,
+    written,
+)
 from .worlds import recording_of
 
 RECORDING, BLOBS = two_turns()
@@ -54,6 +65,26 @@ def test_messages_keep_the_digest_of_a_picture_that_is_gone() -> None:
     (line,) = _LINES["messages"](asyncio.run(item_of(RECORDING, BLOBS[:1])), losses)
     assert BLOBS[1].digest == line["messages"][2]["content"][0]["image_url"]["url"]
     assert [("pictures and other inputs", 1)] == [(what[:25], count) for what, count, _ in losses.listed()]
+
+
+class Watched(MemoryStore):
+    """A store that counts the blobs that it is asked for."""
+
+    asked = 0
+
+    async def blobs(self, digests: Sequence[str]) -> list[Blob]:
+        self.asked += len(digests)
+        return await super().blobs(digests)
+
+
+@pytest.mark.parametrize(("form", "read"), [("langfuse", 0), ("atif", 2)])
+def test_only_formats_that_write_pictures_read_them(form: str, read: int, tmp_path: Path) -> None:
+    async def work() -> int:
+        store = await store_of(RECORDING, BLOBS, Watched())
+        await write_from(store, form, tmp_path / "out.jsonl")
+        return store.asked
+
+    assert read == asyncio.run(work())
 
 
 def test_rows_have_the_places_of_their_pictures() -> None:

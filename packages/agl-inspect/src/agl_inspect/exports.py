@@ -43,6 +43,7 @@ class Exported(NamedTuple):
         episode: The rollout's episode; calls of agents that ``--agents`` does not choose have the reject reason
             ``not_selected``.
         blobs: The pictures and other inputs of the calls, by digest; those that the store no longer has are missing.
+            Empty for a writer that does not read them.
     """
 
     recording: Recording
@@ -87,7 +88,13 @@ class ExportSetup(NamedTuple):
 
 
 class ExportWriter(Protocol):
-    """Writes rollouts to a file, one after the other, with few of them in memory."""
+    """Writes rollouts to a file, one after the other, with few of them in memory.
+
+    Attributes:
+        reads_blobs: Whether ``write`` uses the blobs, which may be many megabytes.
+    """
+
+    reads_blobs: bool
 
     def write(self, item: Exported) -> int:
         """Write a rollout, or count in ``losses`` why it is left out; return the number of records written."""

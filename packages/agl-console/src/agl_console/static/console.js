@@ -82,6 +82,28 @@ function drawMarks(plot, marks) {
   ctx.restore();
 }
 
+// A place on the axis as the step of its algorithm; other axes have plain numbers.
+function stepAt(stretches, place) {
+  const own = stretches.find(({ first, last }) => first <= place && place <= last);
+  return own ? `${own.algorithm} ${own.step + place - own.first}` : String(place ?? "–");
+}
+
+// Where another algorithm begins: a line, and the algorithm's name if it has room.
+function drawStretches(plot, stretches) {
+  const { ctx, bbox: { top, height } } = plot;
+  ctx.save();
+  ctx.fillStyle = ctx.strokeStyle = colour("--quiet");
+  [ctx.textAlign, ctx.textBaseline] = ["left", "top"];
+  ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
+  for (const { algorithm, first, last } of stretches.length > 1 ? stretches : []) {
+    const [from, to] = [first - 0.5, last + 0.5].map((place) => plot.valToPos(Math.max(place, plot.scales.x.min), "x", true));
+    if (to - from < ctx.measureText(algorithm).width + 8) continue;
+    ctx.fillText(algorithm, from + 4, top);
+    if (first !== stretches[0].first) ctx.fillRect(from, top, devicePixelRatio, height);
+  }
+  ctx.restore();
+}
+
 function sizeOf(place) {
   return { width: place.clientWidth, height: place.closest(".main-chart") ? 320 : 210 };
 }
@@ -89,14 +111,16 @@ function sizeOf(place) {
 function draw(figure, strokes) {
   const place = figure.querySelector(".plot");
   if (place.closest("details:not([open])")) return;
-  const { series, over, marks } = JSON.parse(figure.querySelector("script").textContent);
+  const { series, over, marks, stretches } = JSON.parse(figure.querySelector("script").textContent);
   const { places, columns } = aligned(series);
-  const options = { ...sizeOf(place), series: [{ label: over, value: (_, at) => at ?? places.at(-1) ?? "–" }], bands: [] };
+  const options = { ...sizeOf(place), bands: [] };
+  options.series = [{ label: over, value: (_, at) => stepAt(stretches, at ?? places.at(-1)) }];
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
-  options.axes = [{ ...axis, incrs: STEPS }, { ...axis, size: 60, values: (_, ticks, __, ___, apart) => ticksOf(ticks, apart) }];
+  const named = stretches.length > 1 && { space: 90, values: (_, ticks) => ticks.map((tick) => stepAt(stretches, tick)) };
+  options.axes = [{ ...axis, incrs: STEPS, ...named }, { ...axis, size: 60, values: (_, ticks, __, ___, apart) => ticksOf(ticks, apart) }];
   options.scales = { x: { time: false }, y: { range } };
   options.cursor = { drag: { x: true, y: false, dist: 6 }, sync: { key: over } };
-  options.hooks = { draw: [(plot) => drawMarks(plot, marks)], setSeries: [(plot, index, { show }) => {
+  options.hooks = { draw: [(plot) => drawMarks(plot, marks), (plot) => drawStretches(plot, stretches)], setSeries: [(plot, index, { show }) => {
     if (show !== undefined) plot.series[index]?.ends?.forEach((end) => plot.setSeries(end, { show }));
   }] };
   const table = [places];

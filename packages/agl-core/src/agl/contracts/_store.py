@@ -22,7 +22,7 @@ from typing import Annotated, Literal, Protocol, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from agl.contracts._statistics import Statistics
+from agl.contracts._statistics import Moments, Statistics
 from agl.schemas import (
     Attempt,
     Blob,
@@ -167,6 +167,7 @@ class VersionScore(Record, frozen=True, kw_only=True, omit_defaults=False):
         n: Number of tasks that were measured.
         how: The origin of the rewards, such as ``fresh rollouts``. ``selection`` stands for the rewards by which the
             version was chosen among others; their mean is biased in its favour.
+        parts: The parts of these rewards by name; empty for rewards without parts.
     """
 
     name: str
@@ -176,6 +177,7 @@ class VersionScore(Record, frozen=True, kw_only=True, omit_defaults=False):
     high: float
     n: Int64
     how: str
+    parts: dict[str, Moments] = {}
 
 
 class ExperimentRecord(Record, frozen=True, kw_only=True):

@@ -45,6 +45,8 @@ _COST = "agl.cost_usd"
 class AtifWriter:
     """Writes rollouts as trajectories, one per line."""
 
+    reads_blobs = True
+
     def __init__(self, *, setup: ExportSetup) -> None:
         self._losses, self._lines = setup.losses, LineFile(setup)
 

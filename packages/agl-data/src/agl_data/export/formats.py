@@ -90,7 +90,7 @@ async def export_with_plugin(
     with target_of(output, losses) as file:
         path = output if output != STDOUT else None
         writer: ExportWriter = factory(setup=ExportSetup(file=file, path=path, losses=losses))
-        async for item in recorded(store, query, agents, min_reward=min_reward):
+        async for item in recorded(store, query, agents, min_reward=min_reward, has_blobs=writer.reads_blobs):
             count += writer.write(item)
         writer.close()
     print_losses(losses, form)

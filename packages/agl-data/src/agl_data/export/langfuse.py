@@ -29,6 +29,8 @@ _LEVELS = {"error": "ERROR"}
 class LangfuseWriter:
     """Writes rollouts as batches of events."""
 
+    reads_blobs = False
+
     def __init__(self, *, setup: ExportSetup) -> None:
         self._losses, self._lines = setup.losses, LineFile(setup)
 

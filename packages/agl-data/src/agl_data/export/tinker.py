@@ -16,6 +16,8 @@ _PICTURES = "rows with pictures: left out"
 class TinkerWriter:
     """Writes rows as datums."""
 
+    reads_blobs = True
+
     def __init__(self, *, setup: ExportSetup) -> None:
         self._losses, self._lines = setup.losses, LineFile(setup)
         self._maker = RowMaker("tinker", setup.losses)

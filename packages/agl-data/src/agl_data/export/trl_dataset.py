@@ -28,6 +28,8 @@ _FEATURES = {"images": {"feature": {"_type": "Image"}, "_type": "List"}}
 class TrlWriter:
     """Writes dialogues with their pictures and rewards."""
 
+    reads_blobs = True
+
     def __init__(self, *, setup: ExportSetup) -> None:
         if setup.path is None or setup.path.suffix != ".parquet":
             raise ConfigError(

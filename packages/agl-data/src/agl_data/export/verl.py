@@ -17,6 +17,8 @@ from agl_inspect.exports import Exported, ExportSetup
 class VerlWriter:
     """Writes rows as VERL's ``AgentLoopOutput``."""
 
+    reads_blobs = True
+
     def __init__(self, *, setup: ExportSetup) -> None:
         self._losses, self._maker = setup.losses, RowMaker("verl", setup.losses)
         is_parquet = setup.path is not None and setup.path.suffix == ".parquet"

@@ -6,9 +6,10 @@ The limits are conventions, not theorems: they mark numbers that are worth a loo
 """
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median, mode
 from typing import Literal
 
@@ -20,6 +21,7 @@ from agl.schemas import Record
 from agl_inspect.records.gold import THRESHOLD
 from agl_inspect.records.names import id_prefix
 from agl_inspect.records.shelf import Shelf, run_key
+from agl_inspect.records.state import load_settings
 from agl_inspect.rollouts.span_reader import reward_of
 
 VALIDATE = "validate"
@@ -52,7 +54,10 @@ _FAR = 0.25
 _READ, _REWARDS = 512, 32
 """The most rollouts of a step whose rewards are looked at, and the most rewards of each."""
 
-LONGER_ANSWERS = "raise the agent's max_tokens, or leave such answers out of the loss: sampling.mask_truncated = true"
+LONGER_ANSWERS = (
+    "raise the agent's max_tokens",
+    "leave such answers out of the loss: sampling.mask_truncated = true",
+)
 FULL_SAMPLING = 'sampling = "override" in [policy.NAME], or remove those parameters from the agent'
 REWRITTEN = "agl why latest names the call where the conversation no longer continues: the agent rewrites its history"
 """Advice for agents that rewrite their history; forecasts give it too, from recorded rollouts."""
@@ -67,6 +72,7 @@ class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
         step: The last step that was looked at.
         evidence: The measurement, with its numbers.
         change: The proposed change, with the setting's name and a value where there is one.
+        first: The first of the last steps, whose means the evidence gives.
     """
 
     rule: str
@@ -74,18 +80,26 @@ class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
     step: int
     evidence: str
     change: str
+    first: int = 1
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """The steps of one algorithm, in order: step numbers, and metrics by name."""
+    """The steps of one algorithm, in order: step numbers, and metrics by name; with the settings of its run."""
 
     numbers: Sequence[int]
     metrics: Sequence[Mapping[str, float]]
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def all(self, name: str) -> list[float]:
         """Return the metric's values at the steps that logged it."""
         return [step[name] for step in self.metrics if name in step]
+
+    def unset(self, choices: Mapping[str, str]) -> str:
+        """Join the proposals, by a pattern of a setting, whose settings the run does not have yet."""
+        own = [f"{name} = {value}" for name, value in self.settings.items()]
+        left = [each for pattern, each in choices.items() if not any(re.search(pattern, setting) for setting in own)]
+        return ", or ".join(filter(None, (", ".join(left[:-1]), *left[-1:])))
 
     def end(self, name: str) -> float | None:
         """Return the metric's mean over the last steps; ``None`` if too few of them logged it."""
@@ -134,18 +148,27 @@ Table = Mapping[int, Mapping[str, float]]
 """The metrics of one algorithm, by step and then by name."""
 
 
-def suggestions_of(metrics: Sequence[Metric]) -> list[Suggestion]:
-    """Return the suggestions from the metrics of one run, by algorithm and then in the order of the rules."""
+def suggestions_of(metrics: Sequence[Metric], settings: Mapping[str, str] | None = None) -> list[Suggestion]:
+    """Return the suggestions from the metrics of one run, by algorithm and then in the order of the rules.
+
+    Changes to what the run's ``settings`` have already, by ``ALGORITHM.SETTING``, are left out.
+    """
     tables: dict[str, dict[int, dict[str, float]]] = {}
     for metric in metrics:
         tables.setdefault(metric.algorithm, {}).setdefault(metric.step, {})[metric.name] = metric.value
     validations = tables.pop(VALIDATE, {})
-    return [one for name, table in tables.items() for one in suggestions_for(name, table, validations=validations)]
+    return [
+        one
+        for name, table in tables.items()
+        for one in suggestions_for(name, table, validations=validations, settings=settings)
+    ]
 
 
 async def suggestions_in(store: Store, metrics: Sequence[Metric]) -> list[Suggestion]:
     """Return the suggestions from the metrics of one run; that on silent groups names the rewards of its step."""
-    found = suggestions_of(metrics)
+    records = await store.experiments(metrics[0].experiment) if metrics else []
+    settings = await load_settings(store, replace(records[0], run=metrics[0].run)) if records else {}
+    found = suggestions_of(metrics, settings)
     rewards = [await _rewards_of(store, metrics[0], one) if one.rule == "silent-groups" else "" for one in found]
     return [replace(one, evidence=one.evidence + words) for one, words in zip(found, rewards, strict=True)]
 
@@ -180,23 +203,33 @@ async def _rewards_of(store: Store, run: Metric, found: Suggestion) -> str:
     return f"{said}, and {name} is {min(parts[name]):.3g} in {lowest[name]} of {len(own)} rollouts"
 
 
-def suggestions_for(algorithm: str, table: Table, *, validations: Table) -> list[Suggestion]:
+def suggestions_for(
+    algorithm: str, table: Table, *, validations: Table, settings: Mapping[str, str] | None = None
+) -> list[Suggestion]:
     """Return the suggestions from the metrics of one algorithm and of its run's validations."""
-    steps, validated = _steps(table), _steps(validations)
+    steps, validated = _steps(table, settings or {}), _steps(validations, {})
     findings = {rule: look(steps) for rule, look in _RULES.items()} | {"overfitting": _overfitting(steps, validated)}
     if not any(findings.values()):
         findings["no-progress"] = _still(steps)  # any other finding would explain it
     findings |= {rule: look(steps) for rule, look in _TIMES.items()}
     return [
-        Suggestion(rule=rule, algorithm=algorithm, step=steps.numbers[-1], evidence=finding[0], change=finding[1])
+        Suggestion(
+            rule=rule,
+            algorithm=algorithm,
+            step=steps.numbers[-1],
+            evidence=finding[0],
+            change=finding[1],
+            first=steps.numbers[-_WINDOW:][0],
+        )
         for rule, finding in findings.items()
         if finding is not None
     ]
 
 
-def _steps(table: Table) -> _Steps:
+def _steps(table: Table, settings: Mapping[str, str]) -> _Steps:
     numbers = sorted(table)
-    return _Steps(numbers, [{k: v for k, v in table[number].items() if math.isfinite(v)} for number in numbers])
+    rows = [{k: v for k, v in table[number].items() if math.isfinite(v)} for number in numbers]
+    return _Steps(numbers, rows, settings)
 
 
 def _where(name: str, is_wrong: Callable[[float], bool], evidence: str, change: str, *, fewest: int = _LEAST) -> _Rule:
@@ -217,13 +250,24 @@ def _silent_groups(steps: _Steps) -> _Finding | None:
     reward = steps.end("reward")
     rewarded = "" if reward is None else f", and the mean reward is {reward:.3g}"
     still = steps.standstill and f"; {steps.standstill}"
+    low, some = steps.unset(_EASIER), steps.unset(_MORE)
     return (
         f"{share:.0%} of the rollouts taught nothing, because the rollouts of a task got the same reward"
         f"{rewarded}{still}",
-        "if that reward is low: easier tasks, a reward for a part of the way, a warm start with sft or rft, a larger "
-        "group_size, or sdpo, which learns from errors and failed checks; if it is as high as it gets, these tasks are "
-        'learned: harder ones, or stop; if some tasks teach: sampling.refill = 3, or sampling.curriculum = "frontier"',
+        f"if that reward is low: {low}; if it is as high as it gets, these tasks are learned: harder ones, or stop"
+        + (some and f"; if some tasks teach: {some}"),
     )
+
+
+_EASIER = {
+    "^$": "easier tasks",
+    r"\.parts\.": "a reward for a part of the way",
+    r'\.use = "(sft|rft)"': "a warm start with sft or rft",
+    "^$ ": "a larger group_size",
+    r'\.use = "sdpo"': "sdpo, which learns from errors and failed checks",
+}
+_MORE = {r"\.sampling\.refill": "sampling.refill = 3", r"\.sampling\.curriculum": 'sampling.curriculum = "frontier"'}
+"""Changes for tasks whose rollouts all fail, or that differ in difficulty, by the setting of a run that has them."""
 
 
 def _untrained(steps: _Steps) -> _Finding | None:
@@ -274,6 +318,14 @@ def _unsent(steps: _Steps) -> _Finding | None:
         "a tuned text is in no model call, so no change of it can have an effect",
         "give the agent's function a parameter with the resource's name, and send its text to the model",
     )
+
+
+def _cut(steps: _Steps) -> _Finding | None:
+    share = steps.end("truncated_share")
+    if share is None or share < 0.1:
+        return None
+    change = steps.unset({"^$": LONGER_ANSWERS[0], r"\.sampling\.mask_truncated = true": LONGER_ANSWERS[1]})
+    return f"{share:.0%} of the rollouts have an answer that was cut at a limit of tokens", change
 
 
 def _clipped(steps: _Steps) -> _Finding | None:
@@ -474,12 +526,7 @@ _RULES: dict[str, _Rule] = {
         "agl runs --status failed shows the error; repair the reward, or give a judge more retries and a longer "
         "timeout_s in [reward.params]; agl replay --score FILE --status failed tries it on these rollouts",
     ),
-    "cut-answers": _where(
-        "truncated_share",
-        lambda share: share >= 0.1,
-        "{:.0%} of the rollouts have an answer that was cut at a limit of tokens",
-        LONGER_ANSWERS,
-    ),
+    "cut-answers": _cut,
     "narrowed-sampling": _where(
         "calls_sampling_kept",
         lambda calls: calls > 0,

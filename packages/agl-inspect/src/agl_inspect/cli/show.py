@@ -33,6 +33,7 @@ from agl_inspect.terminal.opening import (
     reads_store,
 )
 from agl_inspect.terminal.output import echo, json_line, print_json, when, write_json
+from agl_inspect.terminal.pictures import media_of_turn
 from agl_inspect.terminal.program import Modes
 from agl_inspect.terminal.query import find, find_exact, span_options
 from agl_inspect.terminal.talk import Talk
@@ -289,7 +290,7 @@ async def _print(store: Store, found: ShownRollout, talk: Talk) -> None:
     for span in said.order:
         said.add(await found.readers[span.attempt_id].at(span.sequence) if span.call else span)
     for turn in said.turns:
-        talk.turn(turn)
+        talk.turn(turn, await media_of_turn(store, turn))
     first, last = ends_of(spans)
     talk.time_line(said.nodes, (last - first) / 1e9)
 

@@ -349,7 +349,7 @@ _RULES: Mapping[str, _Rule] = {
     "cut-answers": _many(
         lambda one: one.cut > 0,
         lambda _, of: f"{of} have an answer that was cut at a limit of tokens",
-        LONGER_ANSWERS,
+        ", or ".join(LONGER_ANSWERS),
     ),
     "over-token-budget": _long,
     "hidden-in-prompt": _leaked,

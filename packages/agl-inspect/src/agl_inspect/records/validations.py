@@ -8,11 +8,11 @@ Validations of a run share their tasks, so they are compared task by task, by :c
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from agl import Gate
-from agl.contracts import Store, VersionScore
+from agl.contracts import Moments, Store, VersionScore
 from agl.schemas import Episode, Json, Record, ResourceVersion, to_json
 from agl_inspect.records import labels
 from agl_inspect.records.names import broke_in_reward
@@ -56,6 +56,7 @@ class Validation(Record, frozen=True, kw_only=True):
         failed: Number of rollouts that failed.
         unjudged: Indices in ``rewards`` of rollouts whose reward emitter raised an error, which says nothing about the
             versions.
+        parts: The parts of the rewards by name.
     """
 
     turn: int
@@ -67,6 +68,7 @@ class Validation(Record, frozen=True, kw_only=True):
     agent: str = ""
     failed: int = 0
     unjudged: tuple[int, ...] = ()
+    parts: dict[str, Moments] = {}
 
     @property
     def mean(self) -> float:
@@ -181,6 +183,7 @@ class Validations:
             agent=self._agent,
             failed=failures_of(episodes),
             unjudged=tuple(place for place, one in enumerate(episodes) if broke_in_reward(one.attempt)),
+            parts=parts_of(episodes),
         )
         self._found[turn] = one
         saved = self._shelf.states({f"{turn:08d}": one})
@@ -189,24 +192,26 @@ class Validations:
             saved |= self._bests.states({"": _Best(turn=turn, states=dict(states))})
         await self._store.save_state(saved)
         self._running = [running for running in self._running if running is not steps]
-        await self.score(one, one.rewards)
+        await self.score(one, episodes)
         if self.best is one:
             await self._label()
         return one
 
-    async def score(self, one: Validation, rewards: Sequence[float], *, is_fresh: bool = False) -> None:
+    async def score(self, one: Validation, episodes: Sequence[Episode], *, is_fresh: bool = False) -> None:
         """Save the rewards as the score of a validation's tuned versions; scores from algorithms are not replaced.
 
-        ``is_fresh`` marks rewards of another measurement, made after the validation.
+        ``is_fresh`` marks rollouts of another measurement, made after the validation.
         """
+        rewards, parts = rewards_of(episodes), parts_of(episodes)
         low, high = interval(rewards) if len(rewards) > 1 else (rewards[0], rewards[0])
         for name in sorted(self._tuned.intersection(one.versions)):
             version = one.versions[name]
             known = {score.version: score.how for score in await self._store.scores(name)}
             if known.get(version, _HOW) in (_HOW, _HOW_AGAIN):
                 how = _HOW_AGAIN if is_fresh else _HOW
+                mean, count = fmean(rewards), len(rewards)
                 score = VersionScore(
-                    name=name, version=version, mean=fmean(rewards), low=low, high=high, n=len(rewards), how=how
+                    name=name, version=version, mean=mean, low=low, high=high, n=count, how=how, parts=parts
                 )
                 await self._store.save_scores([score])
 
@@ -263,6 +268,17 @@ async def read_validations(store: Store, name: str, run: int) -> list[Validation
 def rewards_of(episodes: Sequence[Episode]) -> list[float]:
     """Return the reward of each validation rollout, 0 for a rollout without a reward."""
     return [0.0 if episode.reward is None else episode.reward for episode in episodes]
+
+
+def parts_of(episodes: Iterable[Episode]) -> dict[str, Moments]:
+    """Return the parts of rewards by name; a part of a part, such as ``form.pattern``, is left out."""
+    found: dict[str, Moments] = {}
+    for episode in episodes:
+        parts = {name: value for reward in episode.rewards for name, value in reward.dimensions.items()}
+        for name, value in parts.items():
+            if value is not None and name.rpartition(".")[0] not in parts:
+                found[name] = found.get(name, Moments()).plus(Moments(count=1, mean=value))
+    return found
 
 
 def failures_of(episodes: Sequence[Episode]) -> int:

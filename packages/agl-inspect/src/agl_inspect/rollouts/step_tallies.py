@@ -17,10 +17,14 @@ from agl.episodes import Enclosing
 from agl.schemas import Episode, Mode, Record
 from agl_inspect.records.shelf import Shelf, run_key
 from agl_inspect.rollouts.explanations import tokens_of
+from agl_inspect.rollouts.training import token_values
 from agl_inspect.statistics import interval
 
 MOST_AGENTS = 64
 """The most agents in a record; agents with the fewest calls are left out."""
+
+TURNS = 6
+"""The number of first calls of each rollout whose entropies are in a record."""
 
 
 class AgentTally(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -74,6 +78,8 @@ class StepTally(Record, frozen=True, kw_only=True, omit_defaults=False):
         low: Lower end of the 95 % interval of ``reward``; ``None`` for fewer than two tasks.
         high: Upper end of the 95 % interval of ``reward``; ``None`` for fewer than two tasks.
         agents: The tallies of the agents, those with the most calls first.
+        entropies: Moments of the mean entropy of the rollouts' first calls, second calls and so on, in nats; empty if
+            the step reported no entropies.
     """
 
     algorithm: str
@@ -84,6 +90,7 @@ class StepTally(Record, frozen=True, kw_only=True, omit_defaults=False):
     low: float | None = None
     high: float | None = None
     agents: tuple[AgentTally, ...] = ()
+    entropies: tuple[Moments, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -201,7 +208,18 @@ def _tally(
         low=low,
         high=high,
         agents=tuple(kept),
+        entropies=_entropies(rollouts, uses),
     )
+
+
+def _entropies(rollouts: Sequence[_Seen], uses: Mapping[str, Sequence[CallUse]]) -> tuple[Moments, ...]:
+    found = [Moments()] * TURNS
+    for seen in rollouts:
+        own = {use.span_id: token_values(use, "entropy") for use in uses.get(seen.rollout_id, ())}
+        for turn, (span_id, *_) in enumerate(seen.calls[:TURNS]):
+            values = [value for value in own.get(span_id, ()) if isfinite(value)]
+            found[turn] = found[turn].plus(_one(fmean(values) if values else None))
+    return tuple(found[: sum(1 for each in found if each.count)])
 
 
 def _shares(seen: _Seen, uses: Mapping[str, CallUse]) -> list[AgentTally]:

@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -39,7 +40,12 @@ class Modes(click.Command):
         words = args[: args.index("--")] if "--" in args else args
         flag = next((word for word in words if word in self.modes), None)
         if flag is None:
-            return super().make_context(info_name, args, parent, **extra)
+            try:
+                return super().make_context(info_name, args, parent, **extra)
+            except click.NoSuchOption as error:  # click knows only this command's own options
+                known = [*self.modes, *(name for each in self.params for name in each.opts)]
+                near = get_close_matches(error.option_name, known, n=1)
+                raise click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx) from None
         args.remove(flag)
         return self.modes[flag].make_context(f"{info_name} {flag}", args, parent, **extra)
 

@@ -1,15 +1,17 @@
 """Prints the conversation of a rollout and its time line, in the order in which the console draws them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 from msgspec.structs import replace
 
 from agl.schemas import ErrorInfo, Reward
+from agl_inspect.rollouts.conversations import MediaPart
 from agl_inspect.rollouts.explanations import reward_text
 from agl_inspect.rollouts.tree import AXIS, Contents, Node, Text
 from agl_inspect.rollouts.turns import Said, ToolUse, Turn
+from agl_inspect.terminal.pictures import Medium
 from agl_inspect.text import visible
 
 CUT = 200
@@ -44,8 +46,8 @@ class Talk:
         """The most characters of a text that are needed."""
         return None if self.is_full else 2 * CUT
 
-    def turn(self, turn: Turn) -> None:
-        """Print what was said in a turn, and what rewards and training made of it."""
+    def turn(self, turn: Turn, media: Mapping[str, Medium]) -> None:
+        """Print what was said in a turn with its media, and what rewards and training made of it."""
         node = turn.node
         who = " / ".join(node.path) or ("model" if node.kind == "call" else node.name)
         name = node.name if node.path and node.kind != "call" else ""
@@ -54,7 +56,7 @@ class Talk:
         if turn.repeated:
             _line(1, (f"continues {turn.repeated} earlier message{'' if turn.repeated == 1 else 's'}", {"dim": True}))
         for said in turn.messages:
-            self._said(said)
+            self._said(said, media)
         if turn.message:
             _line(1, (turn.message if self.is_full else turn.message[:CUT], {"fg": "red"}))
         for reward in turn.rewards:
@@ -68,21 +70,30 @@ class Talk:
             colour = "bright_blue" if (turn.tone or 0) > 0 else "yellow" if turn.tone else None
             _line(1, (turn.training, {"fg": colour, "dim": colour is None}))
 
-    def _said(self, said: Said) -> None:
+    def _said(self, said: Said, media: Mapping[str, Medium]) -> None:
         colour = _COLOURS.get(said.role)
         if said.thinking:
             self.text(1, replace(said.thinking, label=f"{said.role} thinks"), dim=True)
         if said.text or not (said.thinking or said.tools):
             self.text(1, said.text or Text(label=said.role, text="(empty)", length=7), fg=colour)
+        self._media(2, said.media, media)
         for use in said.tools:
-            self._tool(said.role, use)
+            self._tool(said.role, use, media)
 
-    def _tool(self, role: str, use: ToolUse) -> None:
+    def _tool(self, role: str, use: ToolUse, media: Mapping[str, Medium]) -> None:
         self.text(1, replace(use.arguments, label=f"{role} calls {use.name}"), fg="yellow")
         if use.result:
             self.text(2, replace(use.result, label="failed" if use.is_error else "result"), fg=_bad(use.is_error))
+            self._media(3, use.media, media)
         elif use.is_error:
             _line(2, ("failed", {"fg": "red"}))
+
+    def _media(self, depth: int, parts: Sequence[MediaPart], media: Mapping[str, Medium]) -> None:
+        for part in parts:
+            line, drawing = media[part.reference]
+            _line(depth, (line, {"dim": True}))
+            if drawing:
+                click.echo("  " * depth + drawing)
 
     def _reward(self, reward: Reward) -> None:
         _line(1, ("reward", {"fg": "green", "bold": True}), (reward_text(replace(reward, feedback="")), {"bold": True}))

@@ -99,7 +99,7 @@ async def _measured(driver: Driver, finalists: list[Validation]) -> tuple[Valida
         )
         rewards = rewards_of(collected.episodes)
         # The fresh score is stored apart from the first one, which selection has biased upwards.
-        await driver.validations.score(one, rewards, is_fresh=True)
+        await driver.validations.score(one, collected.episodes, is_fresh=True)
         reward = Metric(
             experiment=driver.name,
             run=driver.state.run,

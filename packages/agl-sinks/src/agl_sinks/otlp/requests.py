@@ -100,6 +100,8 @@ def _request(spans: Sequence[OtlpSpan], *, experiment: str, service: str) -> Exp
 class OtlpWriter:
     """Writes rollouts as traces to the file of an export, in JSON or Protobuf."""
 
+    reads_blobs = False
+
     def __init__(self, *, setup: ExportSetup) -> None:
         self._file, self._losses = setup.file, setup.losses
         self._is_protobuf = setup.path is not None and setup.path.suffix == ".pb"

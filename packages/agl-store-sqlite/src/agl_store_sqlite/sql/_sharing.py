@@ -1,14 +1,16 @@
 """Finds the earlier call of an attempt that a new call continues, from digests instead of stored bytes.
 
-Of a recent call a :class:`Mark` is kept: digests of its prompt ids, of its prompt ids + response ids, and of its text
-without the two closing characters. A new call that starts with the same bytes shares them. Marks are few and small;
-losing a mark only costs space.
+Of a recent call a :class:`Mark` is kept: digests of its prompt ids, of its prompt ids + response ids, of its text
+without the two closing characters, and of its pictures. A new call that starts with the same ones shares them. Marks
+are few and small; losing a mark only costs space.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
+from msgspec.structs import replace
 
 KEY_EVERY = 64
 MIN_SHARED = 64
@@ -17,7 +19,7 @@ ATTEMPTS = 1024
 
 
 class Point(msgspec.Struct, frozen=True, gc=False):
-    """The digest of the first ``length`` bytes of some data."""
+    """The digest of the first ``length`` bytes of some data, or of so many pictures."""
 
     length: int
     digest: bytes
@@ -28,10 +30,8 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         head: The first bytes of the call's ids, or of its text if it has no ids; used to find similar calls.
-        depth: Number of links in the chain of bases from this call to ``key``.
-        key: The key call at the start of this call's stretch of the chain; ``None`` for a key call.
-        key_ids: Number of bytes of ids shared with ``key``.
-        key_text: Number of bytes of text shared with ``key``.
+        depth: Number of links in the chain of bases from this call to its key call.
+        key: The share with the key call, at the start of this call's stretch of the chain; ``None`` for a key call.
     """
 
     sequence: int
@@ -39,18 +39,18 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
     prompt: Point
     ids: Point
     text: Point
+    pictures: Point
     depth: int = 0
-    key: "Mark | None" = None
-    key_ids: int = 0
-    key_text: int = 0
+    key: "Share | None" = None
 
 
 class Share(msgspec.Struct, frozen=True, gc=False):
-    """An earlier call (the base) and the numbers of leading bytes of ids and of text that a new call shares with it."""
+    """An earlier call (the base), and how many leading bytes of ids and text and pictures a new call shares with it."""
 
     base: Mark
     ids: int
     text: int
+    pictures: int = 0
 
 
 class Marks:
@@ -59,14 +59,20 @@ class Marks:
     def __init__(self) -> None:
         self._marks: OrderedDict[object, list[Mark]] = OrderedDict()
 
-    def add(self, attempt: object, sequence: int, *, prompt: bytes, response: bytes, text: bytes) -> Share | None:
+    def add(
+        self, attempt: object, sequence: int, *, prompt: bytes, response: bytes, text: bytes, pictures: Sequence[bytes]
+    ) -> Share | None:
         """Add the mark of a call; return the share that the call has with an earlier call of the attempt, if any."""
         marks = self._marks.setdefault(attempt, [])
         self._marks.move_to_end(attempt)
         head = (prompt or text)[:MIN_SHARED]
         similar = [mark for mark in marks if mark.head == head]
         share = _by_ids(similar, prompt, text) if prompt else _by_text(similar, text)
-        mark, share = _link(Mark(sequence, head, *_points(prompt, response, text)), share)
+        if share is not None and pictures:
+            known = share.base.pictures
+            share = replace(share, pictures=known.length if _of_pictures(pictures[: known.length]) == known else 0)
+        points = *_points(prompt, response, text), _of_pictures(pictures)
+        mark, share = _link(Mark(sequence, head, *points), share)
         marks.append(mark)
         if len(marks) > MARKS_PER_ATTEMPT:
             del marks[0]
@@ -128,6 +134,10 @@ def _points(prompt: bytes, response: bytes, text: bytes) -> tuple[Point, Point, 
     )
 
 
+def _of_pictures(pictures: Sequence[bytes]) -> Point:
+    return Point(len(pictures), _digest(b"".join(pictures)))
+
+
 def _digest(data: bytes | memoryview) -> bytes:
     return blake2b(data, digest_size=16).digest()
 
@@ -139,13 +149,10 @@ def _link(mark: Mark, share: Share | None) -> tuple[Mark, Share | None]:
     """
     if share is None:
         return mark, None
-    base = share.base
-    if base.key is None:
-        key, key_ids, key_text = base, share.ids, share.text
-    else:
-        key, key_ids, key_text = base.key, min(share.ids, base.key_ids), min(share.text, base.key_text)
+    base, of_key = share.base, share
+    if base.key is not None:
+        old = base.key
+        of_key = Share(old.base, min(share.ids, old.ids), min(share.text, old.text), min(share.pictures, old.pictures))
     if base.depth + 1 >= KEY_EVERY:
-        return mark, Share(key, key_ids, key_text)
-    depth = base.depth + 1
-    linked = Mark(mark.sequence, mark.head, mark.prompt, mark.ids, mark.text, depth, key, key_ids, key_text)
-    return linked, share
+        return mark, of_key
+    return replace(mark, depth=base.depth + 1, key=of_key), share

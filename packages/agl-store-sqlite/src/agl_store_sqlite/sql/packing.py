@@ -1,9 +1,10 @@
 """Numbers spans and packs them into bytes: ids stay packed, and the prompts of a conversation share their prefix.
 
-The prompt ids and the request text of a model call are stored as (sequence of an earlier call of the attempt, number of
-shared bytes, suffix). A later call can share the earlier prompt + response ids, and the earlier request text. The
-request text has the keys of the request that grow or stay the same over a conversation, the growing one last, so that
-the text of the next turn extends it. Other keys of the request, such as a seed, are stored with each call.
+The prompt ids, the request text and the pictures of a model call are stored as (sequence of an earlier call of the
+attempt, size of the shared beginning, rest). A later call can share the earlier prompt + response ids, the earlier
+request text, and the earlier pictures. The request text has the keys of the request that grow or stay the same over a
+conversation, the growing one last, so that the text of the next turn extends it. Other keys of the request, such as a
+seed, are stored with each call.
 
 An earlier call is the base of the later one. Bases form chains with two kinds of links: from turn to turn, and from key
 call to key call (every ``KEY_EVERY`` turns). So a single span of N is read over at most ``KEY_EVERY`` + N /
@@ -11,7 +12,7 @@ call to key call (every ``KEY_EVERY`` turns). So a single span of N is read over
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ SHARED_KEYS = ("functions", "tools", "system", "instructions", "prompt", "input"
 
 _PICTURES = ("inputs", "media", "processor")
 _Pictures = tuple[tuple[str, ...], tuple[MediaSpan, ...], str]
+_NO_PICTURES: _Pictures = (), (), ""
 _APART: dict[str, Any] = dict(prompt_ids=b"", response_ids=b"", response=None, inputs=(), media=(), processor="")
 """The fields that are empty in a stored call, because their values are stored next to it."""
 
@@ -53,6 +55,8 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
         base: Sequence of the call with which bytes are shared; 0 for none.
         pictures_len: Bytes of ``inputs``, ``media`` and ``processor`` of the call, after the response in the inflated
             text. Calls stored by earlier versions end before this field.
+        shared_pictures: Number of first ``inputs`` and ``media`` that are those of the base, as is ``processor`` if
+            there are any.
     """
 
     span: Span
@@ -67,6 +71,7 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
     shared_ids: int = 0
     shared_text: int = 0
     pictures_len: int = 0
+    shared_pictures: int = 0
 
     @property
     def pictures_end(self) -> int:
@@ -79,6 +84,7 @@ class _Whole(msgspec.Struct, frozen=True, gc=False):
     prompt: bytes
     response: bytes
     text: bytes
+    pictures: _Pictures
 
 
 class Packer:
@@ -103,11 +109,14 @@ class Packer:
         encode((call.request, call.response))  # refuses integers beyond 64 bits, which the JSON below would take
         text, rest = _split(call.request)
         prompt, reply = call.prompt_ids, call.response_ids
-        share = self._marks.add(attempt, sequence, prompt=prompt, response=reply, text=text)
+        seen = [encode(each) for each in _each_picture(call)]
+        share = self._marks.add(attempt, sequence, prompt=prompt, response=reply, text=text, pictures=seen)
+        known = share.pictures if share else 0
         suffix = text[share.text :] if share else text
         response = b"" if call.response is None else to_json(call.response)
         low, high = _squeeze((prompt[share.ids :] if share else prompt) + reply)
-        pictures = encode([getattr(call, name) for name in _PICTURES]) if call.inputs or call.media else b""
+        new = call.inputs[known:], call.media[known:], "" if known else call.processor
+        pictures = encode(new) if seen else b""
         body = b"".join((suffix, response, pictures, high))
         is_long = len(suffix) + len(response) >= MIN_DEFLATED
         deflated = zlib.compress(body, 1) if is_long or pictures else body
@@ -124,6 +133,7 @@ class Packer:
             base=share.base.sequence if share else 0,
             shared_ids=share.ids if share else 0,
             shared_text=share.text if share else 0,
+            shared_pictures=known,
         )
         return _CALL + encode(packed)
 
@@ -227,8 +237,7 @@ class Unpacker:
         force_setattr(call, "request", _merge(whole.text, call.request))
         force_setattr(call, "response", _parse(packed.text[packed.request_end : packed.response_end]))
         if packed.pictures_len:
-            pictures = decode(packed.text[packed.response_end : packed.pictures_end], _Pictures)
-            for name, value in zip(_PICTURES, pictures, strict=True):
+            for name, value in zip(_PICTURES, whole.pictures, strict=True):
                 force_setattr(call, name, value)
         force_setattr(packed.span, "call", call)
         return packed.span
@@ -250,10 +259,24 @@ def _restore(packed: _Packed, base: _Whole | None) -> _Whole:
     ids = _widen(low, packed.text[packed.pictures_end :])
     split = len(ids) - packed.response_len
     prompt, response = ids[:split], ids[split:]
+    pictures = _NO_PICTURES
+    if packed.pictures_len:
+        pictures = decode(packed.text[packed.response_end : packed.pictures_end], _Pictures)
     if base is not None:
+        pictures = _joined(base.pictures, pictures, packed.shared_pictures)
         prompt = _head(base.prompt, base.response, packed.shared_ids) + prompt
         text = base.text[: packed.shared_text] + text
-    return _Whole(prompt, response, text)
+    return _Whole(prompt, response, text, pictures)
+
+
+def _each_picture(call: ModelCall) -> Iterator[_Pictures]:
+    """Yield the first input and run of placeholders with the processor, then the second ones, and so on."""
+    for at in range(max(len(call.inputs), len(call.media))):
+        yield call.inputs[at : at + 1], call.media[at : at + 1], call.processor
+
+
+def _joined(base: _Pictures, own: _Pictures, shared: int) -> _Pictures:
+    return (base[0][:shared] + own[0], base[1][:shared] + own[1], base[2]) if shared else own
 
 
 def _head(first: bytes, second: bytes, length: int) -> bytes:

@@ -1,6 +1,7 @@
 """The scripted model server, with a real port and an event loop in its own thread, for sync and async tests."""
 
 import asyncio
+import socket
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -161,10 +162,13 @@ class ScriptedModelServer:
         self._stopping = asyncio.Event()
         runner = web.ServerRunner(web.Server(self._handler.handle, handler_cancellation=True), shutdown_timeout=0.05)
         await runner.setup()
+        listening = socket.create_server((_HOST, self._port))
         try:
-            await web.TCPSite(runner, _HOST, self._port).start()
-            self._port = int(runner.addresses[0][1])
+            await web.SockSite(runner, listening).start()
+            self._port = listening.getsockname()[1]
             started.set()
             await self._stopping.wait()
         finally:
+            self._loop.remove_reader(listening)  # asyncio never closes a connection accepted in the turn of the close
+            await asyncio.sleep(0)
             await runner.cleanup()
