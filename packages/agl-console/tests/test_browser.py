@@ -207,7 +207,8 @@ def test_exported_run_draws_its_figures_from_one_file(browser: Any, filled: Path
 def test_tables_and_tokens_work_without_scripts(browser: Any, address: str) -> None:
     with Page(browser, width=1000, scripts=False) as shown:
         shown.page.goto(address)
-        shown.page.get_by_label("Compare sums", exact=True).check()
+        for run in ("sums", "sums-slow"):
+            shown.page.get_by_label(f"Compare {run}", exact=True).check()
         shown.page.get_by_role("button", name="Compare").click()
         assert "Compare runs" in shown.page.inner_text("h1")
         shown.page.goto(address + "/rollouts")
