@@ -28,6 +28,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "together": {},
     "together, an eighth of the step": {"lr": 8.0},
     "in turns, a quarter of the rollouts": {"is_in_turns": True, "rollouts": 16},
+    "in turns, grpo": {"is_in_turns": True, "estimator": "grpo", "lr": 16.0},
 }
 
 
