@@ -16,13 +16,13 @@ import msgspec
 ROOT = Path(__file__).parents[2]
 STAGE = ROOT / ".nox" / "mutated"  # .nox/mutants is the environment of the session
 
-CONFTEST = '''
+CONFTEST = """
 from hypothesis import Phase
 
 PHASES = [Phase.explicit, Phase.generate]
 settings.register_profile("mutants", derandomize=True, database=None, deadline=None, phases=PHASES)
 settings.load_profile("mutants")
-'''
+"""
 """After the repository's own: draws the same examples in every run, and makes no failing one smaller."""
 
 
