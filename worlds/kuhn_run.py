@@ -19,7 +19,8 @@ schedule, versions and the estimators of agl-objectives are those of any experim
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import agl
@@ -33,6 +34,21 @@ SIDES = ("first", "second")
 
 Table = dict[str, float]
 """The logit of a bet or a call, by the player's card and the moves before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Game:
+    """A game of players with two moves each.
+
+    Args:
+        sides: The players' names.
+        signs: What each player wins, as a multiple of the rollout's reward.
+        moves: Returns what a player saw at each of its moves, and whether it bet or called.
+    """
+
+    sides: Sequence[str]
+    signs: Sequence[int]
+    moves: Callable[[Episode, int], list[tuple[str, bool]]]
 
 
 def tasks() -> list[Json]:
@@ -75,7 +91,9 @@ def moves(episode: Episode, side: int) -> list[tuple[str, bool]]:
     return [(card + history[:at], history[at] == "b") for at in range(side, len(history), 2)]
 
 
-def gradient(groups: Sequence[Sequence[Episode]], table: Table, *, side: int, estimator: str, entropy: float) -> Table:
+def gradient(
+    groups: Sequence[Sequence[Episode]], table: Table, *, game: Game, side: int, estimator: str, entropy: float
+) -> Table:
     """Return the policy gradient with an entropy bonus, as a mean over the player's moves.
 
     For a logit z, p = sigmoid(z) and H = the entropy of p:
@@ -85,8 +103,8 @@ def gradient(groups: Sequence[Sequence[Episode]], table: Table, *, side: int, es
     games = [(number, episode) for number, group in enumerate(groups) for episode in group]
     credits = [
         [
-            CallCredit(span_id=f"{move}", value=(1 - 2 * side) * (episode.reward or 0.0), baseline=f"{number}")
-            for move, _ in enumerate(moves(episode, side))
+            CallCredit(span_id=f"{move}", value=game.signs[side] * (episode.reward or 0.0), baseline=f"{number}")
+            for move, _ in enumerate(game.moves(episode, side))
         ]
         for number, episode in games
     ]
@@ -95,23 +113,26 @@ def gradient(groups: Sequence[Sequence[Episode]], table: Table, *, side: int, es
     )
     found, count = dict.fromkeys(table, 0.0), sum(map(len, credits))
     for (_, episode), own in zip(games, advantages, strict=True):
-        for (seen, is_bet), advantage in zip(moves(episode, side), own.values(), strict=True):
+        for (seen, is_bet), advantage in zip(game.moves(episode, side), own.values(), strict=True):
             z, p = table[seen], _chance(table[seen])
             found[seen] += (advantage * (is_bet - p) - entropy * z * p * (1 - p)) / count
     return found
 
 
-class Kuhn:
-    """Learns the table of one player by policy gradients.
+class Tabular:
+    """Learns the table of one player of :attr:`game` by policy gradients.
 
     Args:
         steps: Number of steps.
-        group_size: Games per deal and step.
+        group_size: Games per task and step.
         lr: Step length.
         entropy: Weight of the entropy bonus.
         estimator: An estimator of agl-objectives.
-        league: Number of versions of the other player from which each step draws its opponent; 0 for the live one.
+        league: Number of versions of the other player, in a game of two, from which each step draws its opponent; 0 for
+            the live one.
     """
+
+    game: Game
 
     def __init__(
         self,
@@ -131,13 +152,20 @@ class Kuhn:
         """Keep the context."""
         self._context = context
         (self._name,) = context.tunes
-        self._side = SIDES.index(self._name)
+        self._side = self.game.sides.index(self._name)
 
     async def step(self) -> StepReport:
         """Take the source's games or play new ones, take a gradient step, and publish the table."""
         found = await self._games()
         table = self._context.current(self._name).resource.value
-        slope = gradient(found.groups(), table, side=self._side, estimator=self._estimator, entropy=self._entropy)
+        slope = gradient(
+            found.groups(),
+            table,
+            game=self.game,
+            side=self._side,
+            estimator=self._estimator,
+            entropy=self._entropy,
+        )
         moved = {seen: logit + self._lr * slope[seen] for seen, logit in table.items()}
         self._step += 1
         await self._context.publish(self._name, JsonResource(value=moved), step=self._step)
@@ -153,7 +181,7 @@ class Kuhn:
             found = await context.recorded(after=self._after)
             self._after = found.steps
             return found
-        rival = SIDES[1 - self._side]
+        rival = self.game.sides[1 - self._side]
         versions = [one.version for one in await context.store.resources(rival)] if self._league else []
         drawn = random.Random(f"{context.seed}/{self._name}/{self._step}").choice(versions[-self._league :] or [""])
         pinned = {rival: drawn} if drawn else None
@@ -169,6 +197,12 @@ class Kuhn:
 
     async def close(self) -> None:
         """Do nothing: nothing is held open."""
+
+
+class Kuhn(Tabular):
+    """Learns the table of one player of Kuhn poker."""
+
+    game = Game(sides=SIDES, signs=(1, -1), moves=moves)
 
 
 class KuhnPlugin:

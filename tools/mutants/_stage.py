@@ -16,14 +16,14 @@ import msgspec
 ROOT = Path(__file__).parents[2]
 STAGE = ROOT / ".nox" / "mutated"  # .nox/mutants is the environment of the session
 
-CONFTEST = '''"""Draws the same examples in every run, and makes no failing one smaller: that it fails is enough."""
-
-from hypothesis import Phase, settings
+CONFTEST = """
+from hypothesis import Phase
 
 PHASES = [Phase.explicit, Phase.generate]
 settings.register_profile("mutants", derandomize=True, database=None, deadline=None, phases=PHASES)
 settings.load_profile("mutants")
-'''
+"""
+"""After the repository's own: draws the same examples in every run, and makes no failing one smaller."""
 
 
 class Heart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +56,7 @@ def prepare(heart: Heart) -> None:
     for file in [path for part in ("src", "tests") for path in (STAGE / part).rglob("*.py")]:
         if str(file.relative_to(STAGE)) not in wanted:
             file.unlink()
-    _write(STAGE / "tests" / "conftest.py", CONFTEST)
+    _write(STAGE / "tests" / "conftest.py", (ROOT / "conftest.py").read_text(encoding="utf-8") + CONFTEST)
     _write(STAGE / "pyproject.toml", _settings(heart))
 
 

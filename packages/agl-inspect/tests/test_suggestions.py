@@ -252,7 +252,7 @@ def agl(*words: str) -> Result:
 
 def test_command_names_evidence_and_setting_of_the_newest_run(store: str) -> None:
     lines = agl("--store", store).stdout.splitlines()
-    assert "e, run 2, grpo 8 to 12: the clip removed the gradient of 35% of the tokens" == lines[0]
+    assert "e, run 2, grpo, up to step 12: the clip removed the gradient of 35% of the tokens" == lines[0]
     assert lines[1].startswith("  the policy moves too far within a step: fewer epochs")
     assert lines[1].endswith("[clipped-updates]")
     assert 2 == len(lines)

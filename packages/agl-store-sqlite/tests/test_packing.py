@@ -400,7 +400,7 @@ def test_call_that_refers_to_a_later_one_is_damage(caplog: pytest.LogCaptureFixt
 @settings(max_examples=60)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 5), st.lists(st.integers(0, 2), max_size=4), st.booleans(), st.integers(0, 2)),
+        st.tuples(st.integers(0, 5), st.lists(st.integers(0, 2), max_size=4), st.booleans(), st.integers(0, 5)),
         min_size=1,
         max_size=40,
     )
@@ -410,11 +410,13 @@ def test_random_conversations_come_back(steps: list[tuple[int, list[int], bool, 
     spans: list[Span] = []
     for number, (which, added, has_text, picture) in enumerate(steps):
         ids, seen = contexts[which % len(contexts)]
-        digest = digest_of(b"%d" % picture)
-        media = [*seen, MediaSpan(offset=len(ids), length=1, modality="image", digest=digest)] if picture else seen
+        processor, digest = f"p{picture // 3}", digest_of(b"%d" % picture)
+        media = [*seen, MediaSpan(offset=len(ids), length=1, modality="image", digest=digest)] if picture % 3 else seen
         prompt = [*ids, *[151_655] * (len(media) - len(seen)), *added]
         text: Json = {"messages": [{"content": "x" * 100}, *map(str, prompt)]} if has_text else None
-        spans.append(called(number, prompt=prompt, response=[number, 1], request=text, media=media))
+        made = called(number, prompt=prompt, response=[number, 1], request=text, media=media)
+        assert made.call is not None
+        spans.append(span(number, msgspec.structs.replace(made.call, processor=processor if media else "")))
         contexts.append(([*prompt, number, 1], media))
     Kept(spans).check()
 

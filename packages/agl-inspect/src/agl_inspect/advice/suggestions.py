@@ -72,7 +72,7 @@ class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
         step: The last step that was looked at.
         evidence: The measurement, with its numbers.
         change: The proposed change, with the setting's name and a value where there is one.
-        first: The first of the last steps, whose means the evidence gives.
+        first: The first of the newest steps, whose rollouts show what is meant.
     """
 
     rule: str
@@ -95,10 +95,10 @@ class _Steps:
         """Return the metric's values at the steps that logged it."""
         return [step[name] for step in self.metrics if name in step]
 
-    def unset(self, choices: Mapping[str, str]) -> str:
-        """Join the proposals, by a pattern of a setting, whose settings the run does not have yet."""
+    def without_set(self, proposals: Mapping[str, str]) -> str:
+        """Join the proposals whose setting, a pattern for each, the run does not have yet; ``""`` fits none."""
         own = [f"{name} = {value}" for name, value in self.settings.items()]
-        left = [each for pattern, each in choices.items() if not any(re.search(pattern, setting) for setting in own)]
+        left = [each for each, has in proposals.items() if not has or not any(re.search(has, one) for one in own)]
         return ", or ".join(filter(None, (", ".join(left[:-1]), *left[-1:])))
 
     def end(self, name: str) -> float | None:
@@ -207,7 +207,9 @@ def suggestions_for(
     algorithm: str, table: Table, *, validations: Table, settings: Mapping[str, str] | None = None
 ) -> list[Suggestion]:
     """Return the suggestions from the metrics of one algorithm and of its run's validations."""
-    steps, validated = _steps(table, settings or {}), _steps(validations, {})
+    of_others = [name for name in settings or {} if ".sampling." in name and not name.startswith(f"{algorithm}.")]
+    own = {name: value for name, value in (settings or {}).items() if name not in of_others}
+    steps, validated = _steps(table, own), _steps(validations, {})
     findings = {rule: look(steps) for rule, look in _RULES.items()} | {"overfitting": _overfitting(steps, validated)}
     if not any(findings.values()):
         findings["no-progress"] = _still(steps)  # any other finding would explain it
@@ -250,7 +252,7 @@ def _silent_groups(steps: _Steps) -> _Finding | None:
     reward = steps.end("reward")
     rewarded = "" if reward is None else f", and the mean reward is {reward:.3g}"
     still = steps.standstill and f"; {steps.standstill}"
-    low, some = steps.unset(_EASIER), steps.unset(_MORE)
+    low, some = steps.without_set(_EASIER), steps.without_set(_MORE)
     return (
         f"{share:.0%} of the rollouts taught nothing, because the rollouts of a task got the same reward"
         f"{rewarded}{still}",
@@ -260,14 +262,17 @@ def _silent_groups(steps: _Steps) -> _Finding | None:
 
 
 _EASIER = {
-    "^$": "easier tasks",
-    r"\.parts\.": "a reward for a part of the way",
-    r'\.use = "(sft|rft)"': "a warm start with sft or rft",
-    "^$ ": "a larger group_size",
-    r'\.use = "sdpo"': "sdpo, which learns from errors and failed checks",
+    "easier tasks": "",
+    "a reward for a part of the way": r"\.parts\.",
+    "a warm start with sft or rft": r'\.use = "(sft|rft)"',
+    "a larger group_size": "",
+    "sdpo, which learns from errors and failed checks": r'\.use = "sdpo"',
 }
-_MORE = {r"\.sampling\.refill": "sampling.refill = 3", r"\.sampling\.curriculum": 'sampling.curriculum = "frontier"'}
-"""Changes for tasks whose rollouts all fail, or that differ in difficulty, by the setting of a run that has them."""
+_MORE = {
+    "sampling.refill = 3": r"\.sampling\.refill = ([2-9]|\d\d)",
+    'sampling.curriculum = "frontier"': r'\.sampling\.curriculum = "frontier"',
+}
+"""Changes for tasks whose rollouts all fail, or that differ in difficulty, with the settings of a run that has them."""
 
 
 def _untrained(steps: _Steps) -> _Finding | None:
@@ -324,7 +329,7 @@ def _cut(steps: _Steps) -> _Finding | None:
     share = steps.end("truncated_share")
     if share is None or share < 0.1:
         return None
-    change = steps.unset({"^$": LONGER_ANSWERS[0], r"\.sampling\.mask_truncated = true": LONGER_ANSWERS[1]})
+    change = steps.without_set({LONGER_ANSWERS[0]: "", LONGER_ANSWERS[1]: r"\.sampling\.mask_truncated = true"})
     return f"{share:.0%} of the rollouts have an answer that was cut at a limit of tokens", change
 
 

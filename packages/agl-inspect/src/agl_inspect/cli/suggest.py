@@ -80,7 +80,7 @@ def _lines(store: Reading, found: Sequence[_RunSuggestions]) -> Iterator[str]:
             look = command("runs", "--experiment", each.experiment, "--status", "failed", store_url=store.url or "")
             yield f"{run}: {failed}; list them with: {look}"
         for one in each.suggestions:
-            yield f"{run}, {one.algorithm} {one.first} to {one.step}: {one.evidence}\n  {one.change}  [{one.rule}]"
+            yield f"{run}, {one.algorithm}, up to step {one.step}: {one.evidence}\n  {one.change}  [{one.rule}]"
     name = found[-1].experiment
     if others := store.read(lambda opened: counted(opened, name)):
         yield f"{name}: {others}"

@@ -17,8 +17,8 @@ from agl_inspect.rollouts.turns import Turn
 COLUMNS, ROWS = 48, 12
 """The most cells that a drawn picture takes; smaller pictures keep their size."""
 
-MOST_PIXELS = 2**25
-"""Pictures that claim more are not drawn: a terminal would reserve memory for all of them."""
+MOST_PIXELS, MOST_BYTES = 2**25, 1_000_000
+"""Pictures that claim more pixels, for which a terminal would reserve memory, or have more bytes are not drawn."""
 
 _CELL = 10, 20  # pixels, about
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -88,7 +88,7 @@ def _bytes(count: int) -> str:
 def _drawing(data: bytes, size: tuple[int, int] | None) -> Iterator[str]:
     """Yield the parts of the sequence that draws a picture."""
     terminal = _terminal()
-    if not terminal or size is None or not 0 < size[0] * size[1] <= MOST_PIXELS:
+    if not terminal or len(data) > MOST_BYTES or size is None or not 0 < size[0] * size[1] <= MOST_PIXELS:
         return
     wide, high = size[0] / (COLUMNS * _CELL[0]), size[1] / (ROWS * _CELL[1])
     text = base64.b64encode(data).decode()
@@ -110,6 +110,6 @@ def _terminal() -> str:
         return ""
     if kind in ("xterm-kitty", "xterm-ghostty"):
         return "kitty"
-    if has("TERM_PROGRAM") in ("iTerm.app", "WezTerm", "vscode"):
+    if has("TERM_PROGRAM") in ("iTerm.app", "WezTerm"):
         return "iterm"
     return "kitty" if has("KITTY_WINDOW_ID") else ""

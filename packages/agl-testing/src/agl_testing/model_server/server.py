@@ -5,6 +5,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -162,13 +163,14 @@ class ScriptedModelServer:
         self._stopping = asyncio.Event()
         runner = web.ServerRunner(web.Server(self._handler.handle, handler_cancellation=True), shutdown_timeout=0.05)
         await runner.setup()
-        listening = socket.create_server((_HOST, self._port))
         try:
+            listening = socket.create_server((_HOST, self._port))
             await web.SockSite(runner, listening).start()
             self._port = listening.getsockname()[1]
             started.set()
             await self._stopping.wait()
-        finally:
-            self._loop.remove_reader(listening)  # asyncio never closes a connection accepted in the turn of the close
+            with suppress(NotImplementedError):  # a loop of Windows has no readers
+                self._loop.remove_reader(listening)  # a connection accepted in the turn of the close is never closed
             await asyncio.sleep(0)
+        finally:
             await runner.cleanup()
