@@ -164,8 +164,12 @@ def test_figures_are_drawn_and_a_click_leads_to_the_rollouts_of_the_step(browser
         for card in shown.page.locator(".card").all():
             card.locator("summary").press("Enter")
         assert drawn_figures(shown) > 5
-        shown.page.locator("figure .u-over").first.click(position={"x": 100, "y": 50})
-        shown.page.wait_for_url("**/rollouts?experiment=sums&step=*")
+        for figure, end in (("reward", "=grpo"), ("groups_silent", "=grpo&taught=nothing")):
+            shown.page.goto(address + "/runs/sums")
+            for card in shown.page.locator(f".card[data-card={figure}]").all():
+                card.locator("summary").press("Enter")
+            shown.page.locator(f"[data-figure={figure}] .u-over").click(position={"x": 100, "y": 50})
+            shown.page.wait_for_url(re.compile(rf"/rollouts\?experiment=sums&step=[0-9]+&algorithm{end}$"))
         assert [] == shown.errors
 
 

@@ -354,8 +354,10 @@ async def test_advice_on_silent_groups_names_their_reward_and_its_lowest_part(op
         await record(store, name, experiment="dumb", reward=reward, group=f"task-{number // 2}", spans=graded, step=3)
     async with opened(store) as client:
         (found,) = (await data_of(client, "/runs/dumb"))["suggestions"]
+        page = await text_of(client, "/runs/dumb")
     ending = "; in step 3, 2 of 3 tasks got one reward, mostly 0.1, and exact is 0 in 5 of 6 rollouts"
     assert ("silent-groups", True) == (found["rule"], found["evidence"].endswith(ending))
+    assert 'step=1&amp;until=3&amp;taught=nothing">grpo 1 to 3</a>' in page
 
 
 async def test_step_of_the_table_leads_to_its_rollouts(opened: Open) -> None:
@@ -460,7 +462,7 @@ async def test_page_reads_until_its_time_is_over_and_goes_on_from_there(
     assert (["r-00250"], 1500, {}) == ([row["rollout_id"] for row in whole["rollouts"]], 1500, whole["next"])
     assert [200] * 7 + [100] == [each["looked_through"] for each in pages]
     assert [["r-00250"]] == [[row["rollout_id"] for row in each["rollouts"]] for each in pages if each["rollouts"]]
-    assert "Not found in the newest 200 of 1,500 rollouts; older ones are not read yet." in page
+    assert "None so far; 1,300 of 1,500 rollouts not searched yet. <a" in page
 
 
 async def test_step_of_an_algorithm_is_looked_up_in_a_store_of_any_size(opened: Open) -> None:
@@ -690,9 +692,18 @@ async def test_advantage_of_0_is_explained_by_the_rewards_of_the_group(opened: O
         silent = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00000-000")
         tokens = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00000-000/tokens?row=1")
         other = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00001-000")
+        trained = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00001-000/tokens?row=0")
+        page = await text_of(client, "/rollouts/sums-1-grpo-train-00001-00001-000")
     reason = "because all 2 rewards are 0.5"
     assert f"Advantage 0: training left this answer as likely as it was, {reason}." == silent["turns"][0]["training"]
-    assert re.fullmatch(rf"[0-9]+ of [0-9]+ tokens could train; none changed the model, {reason}\.", silent["standing"])
+    assert re.fullmatch(rf"[0-9]+ of [0-9]+ tokens could train; none changed the model, {reason}\.", silent["trained"])
+    counts = "50 of 130 tokens trained; the other 80 are of answers left out, the prompt and tools."
+    assert f"{counts} The advantage is 0.5." == other["trained"]
+    assert (
+        "20 of 50 tokens trained; the other 30 are of the prompt and tools. The advantage is 0.5." == trained["summary"]
+    )
+    assert f"<p>{other['trained']}</p>" in page
+    assert "start the console with agl console sqlite:///runs.db --actions." in re.sub("<[^>]+>", "", page)
     assert f"30 of 80 tokens could train; none changed the model, {reason}." == tokens["summary"]
     assert any("2 of 3 calls could train, none changed the model" in line for line in silent["why"])
     said = "The reward 1 is above the mean 0.5 of its group of 2. Its advantage is 1 - 0.5, the distance from the mean"
@@ -1128,9 +1139,11 @@ async def test_empty_list_of_rollouts_says_which_filter_finds_nothing(opened: Op
         assert "agents here: check, write." in (await nothing("agent=agent:solve"))["words"]
         assert "sft has no rollouts in this run" in (await nothing("algorithm=sft&step=2"))["words"]
         failed = await nothing("status=failed")
-        low = await data_of(client, "/rollouts?experiment=sums&reward=low")
+        low = await data_of(client, "/rollouts?experiment=sums&high=1.0")
         page, measured = [await text_of(client, f"/rollouts?experiment={name}") for name in ("sums", "measured")]
-    assert ("1 with a reward of 0 or less", "low") == (failed["others"], failed["query"]["reward"])
+    assert ("1 with a reward below the best, 1", "1.0") == (failed["others"], failed["query"]["high"])
+    assert 'high=1.0">below the best reward, 1</a>' in page
+    assert "below the best reward" not in measured, "all of its rewards are equal"
     assert [0.0] == [row["reward"] for row in low["rollouts"]]
     assert ("side by side<" in page, "side by side<" in measured) == (True, False), "a validation runs a task once"
 
@@ -1267,6 +1280,7 @@ async def test_alerts_of_the_newest_run_are_events_of_its_chart(opened: Open) ->
         page = await text_of(client, "/runs/calc")
     assert "2 alerts</span>" in page
     assert "No alert was raised" not in page
+    assert re.search(r'step=12&amp;taught=nothing">80% taught nothing', page)
     assert re.search('grpo 12: <a href="/rollouts.*step=12">the validation reward has fallen</a>', page)
     assert 1 == page.count(". To change that: easier tasks</a>")
     assert "of the run before" not in page
@@ -1306,7 +1320,8 @@ async def test_rollouts_are_filtered_by_the_reason_that_leaves_a_call_out(
     assert ["r-128"] == [row["rollout_id"] for row in of_step["rollouts"]]
     assert [] == other["rollouts"]
     assert '<option value="missing_token_ids" selected>missing token ids</option>' in page
-    assert "<b>1</b> among the newest 50 of 130 rollouts" in page
+    assert "<b>1</b> so far; 80 of 130 rollouts not searched yet" in page
+    assert ">Search on</a>" in page
     assert 400 == wrong.status
     assert "nothing" in answer
 

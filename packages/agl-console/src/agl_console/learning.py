@@ -241,7 +241,8 @@ async def marks_of(
             kind="alert",
             text=". To change that: ".join(filter(None, (alert.found.evidence, alert.found.change))),
             address=["rollouts"],
-            query={"experiment": record.name, "algorithm": alert.found.algorithm, "step": alert.found.step},
+            query={"experiment": record.name, "algorithm": alert.found.algorithm, "step": alert.found.step}
+            | ({"taught": "nothing"} if alert.found.rule == "silent-groups" else {}),
         )
         for alert in alerts
     ]

@@ -19,6 +19,7 @@ from agl_console.tokens import (
     TokensView,
     call_cells,
     media_at,
+    sentences_of,
     summary_of,
     tokens_view,
 )
@@ -75,6 +76,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
         neighbours: The rollouts before and after this one; ``None`` if it is the only one.
         seconds: The length of the time axis.
         rows: The rows of its calls.
+        trained: How many of the rows' tokens trained, and with which advantage, in sentences.
         why: The text of ``agl why``: the outcome of every call, and its use by steps.
         scoring: Every recorded reward.
         late: True if spans belong to the rollout but to no attempt.
@@ -103,6 +105,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
     neighbours: Neighbours | None
     seconds: float
     rows: list[RowSummary]
+    trained: str
     why: list[str]
     scoring: RewardsView
     late: bool
@@ -164,14 +167,9 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
     why = explain(episode, every, scores=scores)
     first, last = ends_of(page)
     rows = [summary_of(row, uses) for row in episode.rows]
-    records = training_of(every)
     advantages = {use.advantage for use in uses.values() if use.advantage is not None}
     only = advantages.pop() if len(advantages) == 1 else None
-    said = standing(episode.reward, group, only) if rollout.mode == "train" else ""
-    if any(each.is_trained for each in records) and all(each.is_silent for each in records):
-        counts = f"{sum(row.sampled for row in rows):,} of {sum(row.tokens for row in rows):,} tokens"
-        said = f"{counts} could train; none changed the model{reason_of_silence(group)}."
-    for record in records:
+    for record in training_of(every):
         why += explain_training(record, is_saved=await is_saved(store, rollout_id, record))
     following = {"attempt": str(number), "after": str(page[-1].sequence)} if not is_last else {}
     return RolloutView(
@@ -193,10 +191,11 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         attempt=number,
         turns=talk.turns,
         nodes=talk.nodes,
-        standing=said,
+        standing=standing(episode.reward, group, only) if rollout.mode == "train" else "",
         neighbours=siblings.neighbours(rollout, chosen.by),
         seconds=(last - first) / 1e9,
         rows=rows,
+        trained=sentences_of(rows, uses, reason=reason_of_silence(group)),
         why=why,
         scoring=rewards_view(rollout, attempts, every),
         late=any(not span.attempt_id and span.name != NOTE and not training_of([span]) for span in every),

@@ -85,7 +85,7 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         until: The last step.
         low: Select rewards at or above this.
         high: Select rewards below this.
-        reward: ``none`` selects the rollouts without a reward, ``low`` those with a reward of 0 or less.
+        reward: ``none`` selects the rollouts without a reward.
         agent: An agent, node or role that made a call.
         note: A part of a person's note, such as ``#loop``.
         taught: ``nothing`` selects the rollouts that changed nothing in the steps that trained.
@@ -108,7 +108,7 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     note: str = ""
     low: float | None = None
     high: float | None = None
-    reward: Literal["", "none", "low"] = ""
+    reward: Literal["", "none"] = ""
     taught: Literal["", "nothing"] = ""
     reject: Reject = ""
     part: Annotated[str, msgspec.Meta(pattern="^$|^[^=]+=[^=]+$")] = ""
@@ -132,8 +132,6 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Return true if the filters select this reward."""
         if self.reward == "none":
             return reward is None
-        if self.reward == "low":
-            return reward is not None and reward <= 0
         if self.low is None and self.high is None:
             return True
         if reward is None:
@@ -221,8 +219,7 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         looked_through: The number of rollouts checked for the page.
         nothing: The reason why no rollout is on the page, if one filter alone explains it.
-        total: The number of rollouts that the store's own filters select; ``None`` behind the first page, and for
-            steps, whose rollouts are all checked.
+        unsearched: The number of older rollouts that were not checked; ``None`` if it is unknown.
         histogram: The rewards of the matching rollouts.
         agents: The agents of the chosen run, those with the most rollouts first, with the number of these rollouts.
         next: The query of the next page; empty on the last.
@@ -236,7 +233,7 @@ class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     agents: dict[str, int]
     looked_through: int
     nothing: "Nothing | None"
-    total: int | None
+    unsearched: int | None
     next: dict[str, str]
 
 
@@ -263,7 +260,7 @@ async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
     last = page[-1][0] if len(seen.fitting) > PAGE else None if seen.is_end else seen.last
     agents = await _agents(store, chosen.experiment)
     rewards = await _rewards(store, [recording for recording, _ in page])
-    is_counted = not (chosen.after or seen.is_end or of_steps)
+    is_known = not (chosen.after or of_steps)
     return RolloutsView(
         filters=filters,
         picked=_picked(filters),
@@ -276,7 +273,7 @@ async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
         agents=agents,
         looked_through=seen.count,
         nothing=None if page else await _nothing(store, chosen, agents, is_end=seen.is_end),
-        total=await store.count_rollouts(_query(chosen)) if is_counted else None,
+        unsearched=0 if seen.is_end else await store.count_rollouts(_query(chosen)) - seen.count if is_known else None,
         next={**filters, "after": last.rollout.rollout_id, "at": repr(last.rollout.created_at)} if last else {},
     )
 
@@ -292,12 +289,15 @@ async def _nothing(store: Store, chosen: RolloutsFilter, agents: Mapping[str, in
         )
     if chosen.status != "failed" or not is_end:
         return None
-    others = replace(chosen, status="", reward="low", after="", at=0.0)
+    others = replace(chosen, status="", after="", at=0.0)
     end = time.monotonic() + SECONDS
     seen = await _step(store, others, end) or await _scan(store, others, end)
-    low = len(seen.fitting)
-    words = f"{'' if seen.is_end else 'at least '}{low} with a reward of 0 or less" if low else ""
-    return Nothing(words="No rollout crashed or timed out.", others=words, query=_filters(others) if low else {})
+    rewards = [reward for _, reward in seen.fitting if reward is not None]
+    best = max(rewards, default=0.0)
+    if not (low := sum(reward < best for reward in rewards)):
+        return Nothing(words="No rollout crashed or timed out.")
+    words = f"{'' if seen.is_end else 'at least '}{low} with a reward below the best, {best:.4g}"
+    return Nothing(words="No rollout crashed or timed out.", others=words, query=_filters(replace(others, high=best)))
 
 
 class _Seen(Record, frozen=True, kw_only=True):
@@ -524,7 +524,6 @@ _PICKED = {
 
 _PICKED_VALUES = {
     ("status", "failed"): "crashed or timed out",
-    ("reward", "low"): "reward of 0 or less",
     ("reject", "cut_off"): "with a call cut off at the token limit",
 }
 """Phrases for filters with these values."""

@@ -148,7 +148,7 @@ def tokens_view(episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallU
         rollout_id=rollout_id,
         rows=summaries,
         row=row.branch,
-        summary=sentences_of(summary, uses, reason=reason),
+        summary=sentences_of([summary], uses, reason=reason),
         versions=versions,
         cells=_with_uses(cells, [(part.start, uses.get(part.span_id), part.stop) for part in summary.segments]),
         previous={**place, "start": str(max(0, chosen.start - WINDOW))} if chosen.start else {},
@@ -201,23 +201,23 @@ def summary_of(row: Row, uses: Mapping[str, CallUse]) -> RowSummary:
     return RowSummary(branch=row.branch, tokens=len(row.mask), sampled=row.mask.count(1), segments=segments)
 
 
-def sentences_of(row: RowSummary, uses: Mapping[str, CallUse], *, reason: str) -> str:
-    """Return how many tokens of a row were sampled and trained, and with which advantage."""
-    trained = [part for part in row.segments if part.span_id in uses and uses[part.span_id].row >= 0]
-    count = sum(part.stop - part.start for part in trained)
-    said = f"The model sampled {row.sampled:,} of {row.tokens:,} tokens; "
+def sentences_of(rows: Sequence[RowSummary], uses: Mapping[str, CallUse], *, reason: str) -> str:
+    """Return how many tokens of some rows trained, and with which advantage; ``reason`` says why it is 0."""
+    total, sampled = sum(row.tokens for row in rows), sum(row.sampled for row in rows)
+    parts = [(part, uses[part.span_id]) for row in rows for part in row.segments if part.span_id in uses]
+    trained = [(part, use) for part, use in parts if use.row >= 0]
     if not trained:
-        return said + "no step has trained on them."
-    advantages = {part.advantage for part in trained if part.advantage is not None}
-    if reason and advantages == {0}:
-        return f"{count:,} of {row.tokens:,} tokens could train; none changed the model{reason}."
-    said += "all of them trained." if count == row.sampled else f"{count:,} of them trained."
+        return f"The model sampled {sampled:,} of {total:,} tokens; no step has trained on them." if rows else ""
+    count = sum(part.stop - part.start for part, _ in trained)
+    if all(use.advantage == 0 and not use.tokens.get("advantage") for _, use in trained):
+        return f"{count:,} of {total:,} tokens could train; none changed the model{reason}."
+    left_out = "answers left out, " if count < sampled else ""
+    said = f"{count:,} of {total:,} tokens trained; the other {total - count:,} are of {left_out}the prompt and tools."
+    advantages = [use.advantage for _, use in trained if use.advantage is not None]
     if not advantages:
         return said
     low, high = min(advantages), max(advantages)
-    if low < high:
-        return f"{said} Their advantages are between {low:.4g} and {high:.4g}."
-    return f"{said} Their advantage is {low:.4g}."
+    return f"{said} The advantage is {f'between {low:.4g} and {high:.4g}' if low < high else f'{low:.4g}'}."
 
 
 def cells_of(

@@ -189,7 +189,8 @@ function addDownloads(figure, plot) {
   figure.append(list);
 }
 
-// The rollouts of the step that was clicked, of the line that is nearest; a figure of several runs leads nowhere.
+// The rollouts of the step that was clicked, of the line that is nearest, and of silent ones only those that taught
+// nothing; a figure of several runs leads nowhere.
 function openStep(figure, series, plot) {
   const address = figure.closest("[data-steps]")?.dataset.steps;
   const place = plot.data[0][plot.cursor.idx];
@@ -198,7 +199,7 @@ function openStep(figure, series, plot) {
   const at = (line) => line.places.indexOf(place);
   const distance = (line) => Math.abs(line.values[at(line)] - height);
   const [own] = series.filter((line) => line.places.includes(place)).sort((one, other) => distance(one) - distance(other));
-  location.assign(`${address}&step=${own.steps[at(own)]}&algorithm=${encodeURIComponent(own.algorithm)}`);
+  location.assign(`${address}&step=${own.steps[at(own)]}&algorithm=${encodeURIComponent(own.algorithm)}${/^(groups_silent|silent_share)$/.test(figure.dataset.figure) ? "&taught=nothing" : ""}`);
 }
 
 function drawAll() {
