@@ -16,7 +16,7 @@ DEALS = tuple(permutations(range(3), 2))
 """The cards of the first and of the second player; all are equally likely."""
 
 SITUATIONS = (("", "pb"), ("p", "b"))
-"""What was played before, by player and situation: ``p`` for a pass, ``b`` for a bet."""
+"""The moves before each player decides, for the first and the second player: ``p`` is a pass, ``b`` a bet."""
 
 ENDS = ("pp", "pbp", "pbb", "bp", "bb")
 """The moves of whole games."""

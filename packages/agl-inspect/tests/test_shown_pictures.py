@@ -171,7 +171,7 @@ def test_show_draws_png_in_chunks_by_the_protocol_of_kitty(
     [
         {"TERM": "xterm-256color"},
         {"TERM": "tmux-256color", "KITTY_WINDOW_ID": "1"},
-        {"TERM": "xterm-kitty", "TMUX": "/tmp/tmux"},
+        {"TERM": "xterm-kitty", "TMUX": "tmux-1,7,0"},
         {"TERM": "screen", "TERM_PROGRAM": "iTerm.app"},
         {"TERM": "xterm-kitty", "NO_COLOR": "1"},
     ],
